@@ -1,7 +1,5 @@
 """What `control_flow` finds in listings and PTX that are written for it, and in what the installed ptxas makes."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -37,7 +35,7 @@ _LOOP = """
 """
 
 
-def test_registers_that_a_branch_leaves_without_a_value() -> None:
+def test_registers_that_a_branch_leaves_without_a_value():
     product = "HGMMA.64x64x16.F32.BF16 R36, gdesc[UR4], RZ, !UPT"
     assert unset_registers(_LOOP) == [product, "UIADD3 UR9, UP0, UR6, 0x2, URZ"]
     whole = _LOOP.replace("@!P1 BRA `(.L_x_2)", "ULDC.64 UR6, c[0x0][0x860]").replace("S2UR UR4", "ULDC.64 UR4")
@@ -63,12 +61,12 @@ def test_registers_that_a_branch_leaves_without_a_value() -> None:
         ("UIMAD.WIDE.U32 UR4, UP0, UR4, UR5, UR4", "UIADD3 UR8, UR5, 0x1, URZ", True),
     ],
 )
-def test_registers_of_wide_instructions(setting: str, reading: str, missing: bool) -> None:
+def test_registers_of_wide_instructions(setting, reading, missing):
     """Registers of a pair or four have a value when the whole was written, and are read when the whole is read."""
     assert bool(unset_registers(_lines(setting, reading))) is missing
 
 
-def test_a_copy_of_no_value_has_none_either() -> None:
+def test_a_copy_of_no_value_has_none_either():
     """It counts where the copy is used, not where it is made; ptxas copies pairs of which one half has a value."""
     copy, use = "UMOV UR5, UR9", "UIADD3 UR6, UR5, 0x1, URZ"
     assert unset_registers(_lines("UMOV UR5, 0x1", copy, use, "EXIT")) == [use]
@@ -95,9 +93,7 @@ def test_a_copy_of_no_value_has_none_either() -> None:
         ("@!P0 MOV R5, UR9", "NOP", "@!P0 IADD3 R6, R5, 0x1, RZ", True),
     ],
 )
-def test_a_register_that_is_set_and_read_under_one_guard(
-    setting: str, between: str, reading: str, missing: bool
-) -> None:
+def test_a_register_that_is_set_and_read_under_one_guard(setting, between, reading, missing):
     """As ptxas 13.4 has it for the bytes that a barrier expects, in a register that held a copy of no value before."""
     assert bool(unset_registers(_lines("MOV R5, UR9", setting, between, reading, "EXIT"))) is missing
 
@@ -122,12 +118,12 @@ _SUM = "IADD3 R2, R3, 0x1, RZ"
         ("@P0 MOV R14, 0x4", "UIADD3 UR7, UR5, 0x1, URZ", "UIADD3 UR7, UR5, 0x1, URZ"),
     ],
 )
-def test_a_copy_is_as_unset_as_what_it_copies(between: str, after: str, found: str | None) -> None:
+def test_a_copy_is_as_unset_as_what_it_copies(between, after, found):
     lines = ["ULDC.64 UR8, c[0x0][0x860]", *_SAVED[:4], between, *_SAVED[4:], after]
     assert unset_registers(_lines(*lines)) == ([found] if found else [])
 
 
-def test_the_other_way_of_a_conditional_branch_is_followed() -> None:
+def test_the_other_way_of_a_conditional_branch_is_followed():
     listing = _lines("S2UR UR4, SR_CTAID.X", "BRA.U !UP0, `(.L_x_1)", "UIADD3 UR5, UR9, 0x1, URZ", "EXIT")
     assert unset_registers(listing + "\n.L_x_1:\n" + _lines("UIADD3 UR5, UR8, 0x1, URZ", "EXIT")) == [
         "UIADD3 UR5, UR9, 0x1, URZ",
@@ -136,7 +132,7 @@ def test_the_other_way_of_a_conditional_branch_is_followed() -> None:
 
 
 @each_case("set_there, missing", [(True, []), (False, ["UIADD3 UR6, UR5, 0x1, URZ"] * 2)])
-def test_a_function_sets_registers_of_its_callers(set_there: bool, missing: list[str]) -> None:
+def test_a_function_sets_registers_of_its_callers(set_there, missing):
     """Each caller has what it had before, and what the function set."""
     call = "CALL.REL.NOINC `($divide)"
     caller = _lines(call, "UIADD3 UR6, UR5, 0x1, URZ", "UMOV UR7, 0x1", call, "UIADD3 UR6, UR5, 0x1, URZ",
@@ -146,14 +142,14 @@ def test_a_function_sets_registers_of_its_callers(set_there: bool, missing: list
     assert unset_registers(f"{caller}\n$divide:\n{function}") == missing
 
 
-def test_a_call_of_a_label_is_a_jump() -> None:
+def test_a_call_of_a_label_is_a_jump():
     """As ptxas 12.8 writes jumps out of the end of a loop, for sm_80 to sm_89."""
     jump = _LOOP.replace("@P2 BRA `(.L_x_1)", "@!P2 CALL.REL.NOINC `(.L_x_2) ;\n        /*0048*/ BRA `(.L_x_1)")
     assert jump != _LOOP and unset_registers(jump) == unset_registers(_LOOP)
 
 
 @each_case("line", ["UNEW UR4, UR5", "UNEW.64 UP0, UR4", "NEWER UR4, R5"])
-def test_an_unknown_use_of_uniform_registers_is_an_error(line: str) -> None:
+def test_an_unknown_use_of_uniform_registers_is_an_error(line):
     with pytest.raises(UnknownInstructionError, match="not known here"):
         unset_registers(_lines("ULDC.64 UR4, c[0x0][0x0]", line))
 
@@ -193,11 +189,11 @@ def _changed(old: str, *new: str) -> str:
     return _lines(*_PRODUCT[:place], *new, *_PRODUCT[place + 1 :])
 
 
-def test_descriptors_are_followed_to_the_constants_of_the_ptx() -> None:
+def test_descriptors_are_followed_to_the_constants_of_the_ptx():
     assert wrong_code(_lines(*_PRODUCT), _PTX) == []
 
 
-def test_a_word_made_wide_has_a_high_word_of_zero() -> None:
+def test_a_word_made_wide_has_a_high_word_of_zero():
     """As Triton 3.9 has it: the low word of a descriptor is a sum in 32 bits."""
     ptx = _PTX.replace("cvt.u64.u32 	%rd2, %r4;", "add.s32 	%r6, %r4, 2;\n	cvt.u64.u32 	%rd2, %r6;")
     assert ptx != _PTX and wrong_code(_lines(*_PRODUCT), ptx) == []
@@ -223,13 +219,13 @@ def test_a_word_made_wide_has_a_high_word_of_zero() -> None:
         ),
     ],
 )
-def test_a_descriptor_with_another_high_word_is_seen(old: str, new: list[str]) -> None:
+def test_a_descriptor_with_another_high_word_is_seen(old, new):
     (found,) = wrong_descriptors(_changed(old, *new), _PTX)
     assert found == _PRODUCT[-2]
 
 
 @each_case("written, wrong", [("UR5", 1), ("UR9", 0)])
-def test_a_function_may_overwrite_a_high_word(written: str, wrong: int) -> None:
+def test_a_function_may_overwrite_a_high_word(written, wrong):
     caller = _changed(_PRODUCT[5], _PRODUCT[5], "CALL.REL.NOINC `($other)")
     function = _lines(f"R2UR {written}, R3", "RET.REL.NODEC R44 `(kernel)")
     assert len(wrong_descriptors(f"{caller}\n$other:\n{function}", _PTX)) == wrong
@@ -284,7 +280,7 @@ def test_a_function_may_overwrite_a_high_word(written: str, wrong: int) -> None:
         ),
     ],
 )
-def test_other_ways_to_the_same_descriptor(old: str, new: list[str]) -> None:
+def test_other_ways_to_the_same_descriptor(old, new):
     assert wrong_descriptors(_changed(old, *new), _PTX) == []
 
 
@@ -379,7 +375,7 @@ def _assembled(ptx: str, folder: Path) -> str:
     return disassemble(binary.read_bytes())
 
 
-def test_the_fault_of_ptxas(tmp_path: Path) -> None:
+def test_the_fault_of_ptxas(tmp_path):
     """The machine code of those versions is found to be wrong, that of others is not. The PTX always has the cause."""
     ptx = _two_tiles(_WIDE, _NARROW)
     listing = _assembled(ptx, tmp_path)
@@ -390,7 +386,7 @@ def test_the_fault_of_ptxas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(_NARROW, _WIDE), (_WIDE, _WIDE)])
-def test_tiles_at_one_address_that_ptxas_gets_right(words: tuple[int, int], tmp_path: Path) -> None:
+def test_tiles_at_one_address_that_ptxas_gets_right(words, tmp_path):
     ptx = _two_tiles(*words)
     assert wrong_code(_assembled(ptx, tmp_path), ptx) == []
 
@@ -407,7 +403,7 @@ _PAIR = ("F2FP.F16.F32.PACK_AB R6, R7, R6", "LDL.LU.S16 R17, [R1+0x8]", "STL [R1
         (("STL.U16 [R1+0x8], R4", "LDL.U16 R3, [R1+0x8]", "STL [R1+0xc], R4"), []),
     ],
 )
-def test_halves_that_come_from_memory(code: tuple[str, ...], found: list[str]) -> None:
+def test_halves_that_come_from_memory(code, found):
     """The first listing is what ptxas 12.8 wrote: the lower half is fetched before it is there."""
     listing = _lines(*code, "EXIT")
     assert halves_from_memory(listing) == found

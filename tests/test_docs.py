@@ -1,8 +1,6 @@
 """The documents are true: their Python runs and prints what they say, their links lead somewhere, the files, targets
 and names in them exist, and their tables are those of the code and of the records."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The site of the documents: builds without a warning, needs nothing from a network, and knows every public name."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -27,7 +25,7 @@ _LOADED = {"script", "link", "img", "iframe", "source"}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(

@@ -1,7 +1,5 @@
 """The pictures of the documents are those that their script draws; nothing sticks out of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

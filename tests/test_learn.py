@@ -1,7 +1,5 @@
 """The textbook version of the algorithm: as exact as the library, for every shape, and as short as it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Prefix trees: what they hold, and that losses and gradients are those of the sequences one by one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +44,7 @@ def deep(**where: Any) -> PrefixTree:
 # --- what trees hold ------------------------------------------------------------------------------------------------
 
 
-def test_completions() -> None:
+def test_completions():
     tree = PrefixTree.from_completions([([5, 6], [[7, 8], [], torch.tensor([9])]), (torch.tensor([1]), [[2]])])
     assert tree.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2]
     assert tree.positions.tolist() == [0, 1, 2, 3, 2, 0, 1]
@@ -57,7 +55,7 @@ def test_completions() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=7))
-def test_sequences_share_all_they_have_in_common(sequences: list[list[int]]) -> None:
+def test_sequences_share_all_they_have_in_common(sequences):
     tree = PrefixTree.from_sequences(sequences)
     assert [sequence.tolist() for sequence in tree.unpack(tree.tokens)] == sequences
     prefixes = {tuple(each[: length + 1]) for each in sequences for length in range(len(each))}
@@ -65,7 +63,7 @@ def test_sequences_share_all_they_have_in_common(sequences: list[list[int]]) -> 
 
 
 @each_case("make", [two_groups, deep])
-def test_masks_count_positions(make) -> None:
+def test_masks_count_positions(make):
     tree = make()
     visible = tree.block_mask().to_dense()[0, 0]
     assert_same(visible.sum(-1), tree.positions + 1)
@@ -74,14 +72,14 @@ def test_masks_count_positions(make) -> None:
     assert tree.block_mask(left=2) is tree.block_mask(left=2)
 
 
-def test_segments_and_ends_of_ones_own() -> None:
+def test_segments_and_ends_of_ones_own():
     tree = PrefixTree([[1, 2], [3], [4]], [-1, 0, 0], ends=[0, 2, 2])
     assert [sequence.tolist() for sequence in tree.unpack(tree.tokens)] == [[1, 2], [1, 2, 4], [1, 2, 4]]
     assert PrefixTree([[1, 2], [3], [4]], [-1, 0, 0]).lengths == [3, 3]
 
 
 @each_case("make", [two_groups, deep])
-def test_log_probs_are_those_of_the_row_before(make) -> None:
+def test_log_probs_are_those_of_the_row_before(make):
     tree = make()
     logits = torch.randn(tree.tokens.shape[0], 61, dtype=torch.float64)
     rows = tree.unpack(torch.arange(tree.tokens.shape[0]))
@@ -100,13 +98,13 @@ def test_log_probs_are_those_of_the_row_before(make) -> None:
         (([[1]], [-1], [1]), ValueError, "ends: expected numbers from 0 to 0"),
     ],
 )
-def test_errors_name_the_argument(arguments, error, message) -> None:
+def test_errors_name_the_argument(arguments, error, message):
     segments, parents, *ends = arguments
     with pytest.raises(error, match=message):
         PrefixTree(segments, parents, ends=ends[0] if ends else None)
 
 
-def test_values_of_other_shapes_are_refused() -> None:
+def test_values_of_other_shapes_are_refused():
     tree = deep()
     with pytest.raises(ValueError, match="logits: expected"):
         tree.log_probs(torch.zeros(2, tree.tokens.shape[0], 61))
@@ -176,18 +174,18 @@ MODELS = pytest.mark.parametrize(("config", "make"), [(GPT2, two_groups), (LLAMA
 
 @MODELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_losses_and_gradients_are_those_of_single_sequences(config, make, dtype) -> None:
+def test_losses_and_gradients_are_those_of_single_sequences(config, make, dtype):
     check(config, make, dtype)
 
 
 @pytest.mark.gpu
 @MODELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_losses_and_gradients_on_a_gpu(config, make, dtype) -> None:
+def test_losses_and_gradients_on_a_gpu(config, make, dtype):
     check(config, make, dtype, "cuda")
 
 
-def test_one_graph_serves_all_trees() -> None:
+def test_one_graph_serves_all_trees():
     model, graphs = make_model(replace(LLAMA, layers=1), torch.float32), CompileCounterWithBackend("eager")
     compiled = torch.compile(model.hidden, fullgraph=True, backend=graphs, dynamic=True)
     model(torch.zeros(1, 40, dtype=torch.int64))  # makes rotary tables that are long enough
@@ -199,7 +197,7 @@ def test_one_graph_serves_all_trees() -> None:
     assert graphs.frame_count == 1
 
 
-def test_what_trees_exclude_in_models_is_named() -> None:
+def test_what_trees_exclude_in_models_is_named():
     tree = deep()
     arguments = {"position_ids": tree.positions[None], "block_mask": tree.block_mask()}
     for config, attention, message in (

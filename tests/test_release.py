@@ -1,7 +1,5 @@
 """What a release promises: the same bytes for the same commit, types, a quick import, an ordered changelog."""
 
-from __future__ import annotations
-
 import compileall
 import hashlib
 import importlib.util
@@ -50,7 +48,7 @@ def _build(checkout: Path, epoch: int) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory) -> list[dict[str, Path]]:
+def builds(tmp_path_factory):
     """The same sources built twice: in two folders, the files of the second with other times and in another order."""
     pytest.importorskip("hatchling")
     found = []
@@ -152,7 +150,7 @@ def test_the_citation_is_of_a_version_in_the_changelog():
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory) -> Path:
+def hub(tmp_path_factory):
     """A repository of the kernels hub."""
     folder = tmp_path_factory.mktemp("hub")
     _module(ROOT / "tools" / "kernels_repository.py").write(folder, 3)

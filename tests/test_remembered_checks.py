@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,7 +100,7 @@ _MODULES = {
 
 
 @pytest.fixture
-def key_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def key_with(tmp_path, monkeypatch):
     """The key of a check if a text in one of the modules is another."""
 
     def load(old: str, new: str) -> tuple[ModuleType, ModuleType]:
@@ -128,7 +127,7 @@ def _source(kernel: Any, block: int = 64, multiple: int = 16, size: str = "i32",
     return specialise(kernel, parameters, {"BLOCK": block}, **{"num_warps": 4, **options}).source
 
 
-def test_a_key_is_the_same_in_another_folder(key_with: Callable[..., str]) -> None:
+def test_a_key_is_the_same_in_another_folder(key_with):
     assert key_with() == key_with() == key_with("UNUSED", "UNREAD")
 
 
@@ -153,7 +152,7 @@ def test_a_key_is_the_same_in_another_folder(key_with: Callable[..., str]) -> No
     ],
     ids=lambda text: text.replace("\n", " "),
 )  # fmt: skip
-def test_another_source_has_another_key(old: str, new: str, key_with: Callable[..., str]) -> None:
+def test_another_source_has_another_key(old, new, key_with):
     """Of the kernel, of what it calls, of what that uses, of the check and of what that uses."""
     assert sum(old in text.replace("\n        ", "\n") for text in _MODULES.values()) == 1
     assert key_with(old, new) != key_with()
@@ -171,7 +170,7 @@ def test_another_source_has_another_key(old: str, new: str, key_with: Callable[.
     ],
     ids=["line", "docstring", "comment", "constexpr", "builtin", "check"],
 )
-def test_prose_places_and_names_of_functions_are_in_no_key(old: str, new: str, key_with: Callable[..., str]) -> None:
+def test_prose_places_and_names_of_functions_are_in_no_key(old, new, key_with):
     assert sum(old in text.replace("\n        ", "\n") for text in _MODULES.values()) == 1
     assert key_with(old, new) == key_with()
 
@@ -192,23 +191,21 @@ def test_prose_places_and_names_of_functions_are_in_no_key(old: str, new: str, k
     ],
     ids=str,
 )
-def test_another_specialisation_has_another_key(change: dict[str, Any], key_with: Callable[..., str]) -> None:
+def test_another_specialisation_has_another_key(change, key_with):
     assert key_with(**change) != key_with(limit=1 if change == {"limit": True} else 5)
 
 
 @pytest.mark.parametrize(
     "variable", ["DISABLE_PTXAS_OPT", "TRITON_DISABLE_LINE_INFO", "PTXAS_OPTIONS", "AMDGCN_USE_BUFFER_OPS"]
 )
-def test_what_the_compiler_reads_of_the_environment_is_in_the_key(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_compiler_reads_of_the_environment_is_in_the_key(variable, monkeypatch):
     source = call_source("forward", "sm_90", Call())
     key = code_key(source, "sm_90")
     monkeypatch.setenv(variable, "1")
     assert code_key(source, "sm_90") != key
 
 
-def test_the_compiler_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_in_the_key(monkeypatch):
     source = call_source("forward", "sm_90", Call())
     keys = [code_key(source, "sm_90")]
     for name, other in (("triton_key", lambda: "other"), ("_gluon", lambda: "other")):
@@ -221,7 +218,7 @@ def test_the_compiler_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(keys)) == len(keys) and keys[0] == code_key(source, "sm_90")
 
 
-def test_constants_of_nested_parameters_are_in_the_key() -> None:
+def test_constants_of_nested_parameters_are_in_the_key():
     """Of a Gluon kernel: a flag among the constants, and a field of a NamedTuple that is one."""
     source = hopper_plan(FORMS["64"]).kernel.source
     nested = next(name for name, value in source.constants.items() if "." in name and isinstance(value, (bool, int)))
@@ -232,13 +229,13 @@ def test_constants_of_nested_parameters_are_in_the_key() -> None:
     assert len({code_key(each, "sm_90") for each in (source, *changed)}) == 3
 
 
-def test_each_form_has_its_own_key() -> None:
+def test_each_form_has_its_own_key():
     sources = [of.source("main") for of in BACKWARD_FORMS.values()]
     different = [source for number, source in enumerate(sources) if source not in sources[:number]]
     assert len({code_key(source, "sm_90") for source in sources}) == len(different)
 
 
-def test_what_is_not_known_has_no_content() -> None:
+def test_what_is_not_known_has_no_content():
     with pytest.raises(UnknownContentError, match="got <object object"):
         content_of(object())
     assert content_of({"a": 1}) != content_of({"a": True}) and content_of((1, 2)) != content_of([1, 2])
@@ -249,7 +246,7 @@ def _check(binary: Any, limit: int) -> None:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def compiled(monkeypatch):
     """Kernels that `check_code` compiles, in place of which it gets a 5."""
     names: list[str] = []
 
@@ -261,7 +258,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_only_new_checks_compile(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_checks_compile(compiled, monkeypatch):
     source = call_source("forward", "sm_90", Call())
     memory = Memory(COMPILER, {check_key(source, "sm_90", _check, 5): "a.py::test"}, trusts_table=True)
     monkeypatch.setattr(checked_code, "MEMORY", memory)
@@ -277,7 +274,7 @@ def test_only_new_checks_compile(compiled: list[str], monkeypatch: pytest.Monkey
     assert compiled == ["sm_90"] * 3
 
 
-def test_with_another_compiler_all_is_compiled(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_another_compiler_all_is_compiled(compiled, monkeypatch):
     source = call_source("forward", "sm_90", Call())
     memory = Memory(
         "Triton 3.5.0 for Python 3.11", {check_key(source, "sm_90", _check, 5): "a.py::test"}, trusts_table=True
@@ -287,7 +284,7 @@ def test_with_another_compiler_all_is_compiled(compiled: list[str], monkeypatch:
     assert compiled == ["sm_90"] and not memory.passed
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_table_is_read_as_it_was_written(tmp_path):
     table = {"ab": "tests/b.py::test[x y]", "cd": "tests/a.py::test"}
     write_table(tmp_path / "table.txt", "Triton 3.6.0 for Python 3.11", table)
     assert read_table(tmp_path / "table.txt") == ("Triton 3.6.0 for Python 3.11", table)
@@ -295,14 +292,14 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_table(tmp_path / "none.txt") == ("", {})
 
 
-def test_a_run_renews_what_the_table_has_of_its_files() -> None:
+def test_a_run_renews_what_the_table_has_of_its_files():
     table = {"1": "a.py::test_x", "2": "a.py::test_y", "3": "b.py::test"}
     assert renewed(table, {"2": "a.py::test_y", "4": "a.py::test_x"}, ["a.py"]) == {
         "2": "a.py::test_y", "3": "b.py::test", "4": "a.py::test_x"
     }  # fmt: skip
 
 
-def test_another_twentieth_is_drawn_each_day() -> None:
+def test_another_twentieth_is_drawn_each_day():
     tests = [f"test[{number}]" for number in range(1000)]
     days = [datetime.date(2026, 1, 1) + datetime.timedelta(days) for days in range(100)]
     shares = [{test for test in tests if drawn(test, day)} for day in days]
@@ -310,7 +307,7 @@ def test_another_twentieth_is_drawn_each_day() -> None:
     assert len(set.union(*shares)) > 980
 
 
-def test_the_table_is_of_the_tests_that_are_there() -> None:
+def test_the_table_is_of_the_tests_that_are_there():
     _, table = read_table(remembered_checks.TABLE)
     root = Path(__file__).parent.parent
     assert table and all((root / test.partition("::")[0]).is_file() for test in table.values())

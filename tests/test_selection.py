@@ -1,7 +1,5 @@
 """Which tests are in the quick part, and that it has all that it must have."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 
@@ -22,7 +20,7 @@ def _item(name: str, *marks: str, **parameters: object) -> SimpleNamespace:
     return _Item(nodeid=name, get_closest_marker=lambda mark: True if mark in marks else None, **callspec)
 
 
-def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels() -> None:
+def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels():
     items = [
         _item("test_a.py::test_one"),
         _item("test_a.py::test_widths[1]", width=1),
@@ -46,7 +44,7 @@ def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels() -> N
 
 
 @each_case("marked", [False, True])
-def test_each_two_values_are_in_a_case(marked: bool) -> None:
+def test_each_two_values_are_in_a_case(marked):
     """Of cases on the CPU alone, too, where those on a GPU are skipped. Names in one parametrisation go together."""
     values = list(itertools.product("xyz", ((1, 2), (2, 1), (2, 2)), (False, True), ("cpu", "cuda")))
     marks = [SimpleNamespace(name="parametrize", args=(names,)) for names in ("a", "b, c", ["d"], "e")]
@@ -68,7 +66,7 @@ def test_each_two_values_are_in_a_case(marked: bool) -> None:
 
 
 @pytest.fixture
-def packed() -> object:
+def packed():
     return flashtile.attention_varlen
 
 
@@ -76,20 +74,20 @@ def _helper() -> object:
     return [flashtile.rms_norm for _ in range(2)]
 
 
-def test_names_are_those_of_a_test_its_fixtures_and_its_helpers(packed: object, request: pytest.FixtureRequest) -> None:
+def test_names_are_those_of_a_test_its_fixtures_and_its_helpers(packed, request):
     assert flashtile.attention and _helper() and packed
     names = selection.names_used([request.node])
     assert {"attention", "attention_varlen", "rms_norm"} <= names
     assert not {"layer_norm", "attention_bias"} & names
 
 
-def test_every_public_name_is_used(request: pytest.FixtureRequest) -> None:
+def test_every_public_name_is_used(request):
     if not request.config.option.complete:
         pytest.skip("looks at a whole run: needs --complete")
     assert set(flashtile.__all__) - selection.names_used(request.session.items) == set()
 
 
-def test_kernels_are_found() -> None:
+def test_kernels_are_found():
     pytest.importorskip("triton")
     found = selection.kernels(flashtile)
     assert "flashtile.ops.rotary.kernels.rotary_kernel" in found

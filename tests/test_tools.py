@@ -28,7 +28,7 @@ def _printed(*command: str, **variables: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_host_time_of_every_operation_is_measured() -> None:
+def test_the_host_time_of_every_operation_is_measured():
     times = json.loads(_printed("tools/host_path.py", "--rounds", "1", "--json"))
     operations = {name.split()[0] for name in times}
     norms = {"layer_norm", "rms_norm", "dropout_add_rms_norm"}
@@ -37,7 +37,7 @@ def test_the_host_time_of_every_operation_is_measured() -> None:
 
 
 @pytest.mark.slow
-def test_random_calls_run_on_the_emulated_kernels() -> None:
+def test_random_calls_run_on_the_emulated_kernels():
     printed = _printed(
         "tools/soak_attention.py", "--features", "--emulated", "--processes", "1", "--count", "5", "--seed", "3"
     )
@@ -45,7 +45,7 @@ def test_random_calls_run_on_the_emulated_kernels() -> None:
     assert int(served) > 0
 
 
-def test_the_tuner_of_attention_changes_the_tiles_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuner_of_attention_changes_the_tiles_of_the_kernel(monkeypatch):
     from flashtile.ops.attention import call
     from support.attention.backend_calls import HOPPER
     from tools import tune_attention
@@ -60,7 +60,7 @@ def test_the_tuner_of_attention_changes_the_tiles_of_the_kernel(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_the_tuners_of_norms_and_decoding_time_the_kernels(tmp_path: Path) -> None:
+def test_the_tuners_of_norms_and_decoding_time_the_kernels(tmp_path):
     norms = "--widths 64 --rows 16 --limit 2 --norms rms --phases forward --dtype float32"
     decode = "--cases 1x64 --heads 2 --heads-kv 1 --head-dim 16 --seconds 0 --dtype float32"
     for tool, options in (("tune_norms", norms), ("tune_decode", decode)):
@@ -69,7 +69,7 @@ def test_the_tuners_of_norms_and_decoding_time_the_kernels(tmp_path: Path) -> No
         assert "GB/s" in printed and "failed" not in printed, printed
 
 
-def test_the_age_of_a_record_counts_functions_by_their_instructions() -> None:
+def test_the_age_of_a_record_counts_functions_by_their_instructions():
     from tools.record_age import BEGIN, END, RESULTS, functions
 
     kernel = (

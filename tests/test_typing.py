@@ -1,7 +1,5 @@
 """What mypy reads: every host function of the kernels' packages is typed; modules of kernels are listed one by one."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os
@@ -68,7 +66,7 @@ def _path(module: str) -> Path:
     return (ROOT / "src").joinpath(*module.split(".")).with_suffix(".py")
 
 
-def test_modules_that_mypy_excepts_have_kernels_whose_functions_alone_are_untyped() -> None:
+def test_modules_that_mypy_excepts_have_kernels_whose_functions_alone_are_untyped():
     listed = _listed(False)
     assert listed == sorted(listed) and not any("*" in name for name in listed)
     for module in listed:
@@ -79,7 +77,7 @@ def test_modules_that_mypy_excepts_have_kernels_whose_functions_alone_are_untype
 
 
 @each_case("package", ["triton", "hopper", "split", "split_keys"])
-def test_packages_of_kernels_are_typed(package: str) -> None:
+def test_packages_of_kernels_are_typed(package):
     assert any(f".{package}.*" in pattern for pattern in _listed(True))
     assert any((ROOT / "src" / "flashtile" / "ops").rglob(f"{package}/*.py"))
 
@@ -134,7 +132,7 @@ flashtile.cross_entropy(SHOWN, SHOWN, return_z_loss=True).backward()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
-def test_a_users_file(checker: str, tmp_path: Path) -> None:
+def test_a_users_file(checker, tmp_path):
     """What is right is accepted, and the last three lines are not."""
     found = shutil.which(checker, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if found is None:
@@ -160,7 +158,7 @@ def _imported(tree: ast.Module) -> set[tuple[str | None, str, str | None]]:
     return found
 
 
-def test_the_stub_is_that_of_the_sources() -> None:
+def test_the_stub_is_that_of_the_sources():
     stub = ast.parse((ROOT / "src" / "flashtile" / "_public.pyi").read_text("utf-8"))
     made = ast.parse(public_stub.stub())
     remedy = "run python tools/public_stub.py --write, and ruff on its file"
@@ -170,7 +168,7 @@ def test_the_stub_is_that_of_the_sources() -> None:
     assert "NoReturn" not in public_stub.stub()
 
 
-def test_signatures_show_no_arguments_that_are_refused() -> None:
+def test_signatures_show_no_arguments_that_are_refused():
     """`help` and notebooks ask for signatures at run time."""
     for name in flashtile.__all__:
         value = getattr(flashtile, name)

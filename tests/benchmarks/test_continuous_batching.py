@@ -1,9 +1,6 @@
 """Continuous batching measured at a tiny size: both implementations choose the best tokens; a record."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 
-def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_both(tmp_path, capsys):
     from benchmarks import continuous_batching
     from flashtile.integrations.transformers import unregister
 
@@ -28,7 +25,7 @@ def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "2 requests" in printed and "before the first difference: [3, 3]" in printed
 
 
-def test_wrong_tokens_are_told_from_rounded_ones() -> None:
+def test_wrong_tokens_are_told_from_rounded_ones():
     from benchmarks import continuous_batching
 
     options = continuous_batching._parser().parse_args(

@@ -1,7 +1,5 @@
 """Tables of the training scripts' records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

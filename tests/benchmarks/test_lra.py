@@ -1,7 +1,5 @@
 """Long Range Arena by our own generators: the tasks are what their definitions say; every way to attend learns them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,19 +1,15 @@
 """Prefix trees measured against padded batches, at a tiny size: both compute the same, and trees keep less."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-
-import pytest
 
 from benchmarks import prefix_trees
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_both(tmp_path, capsys):
     path = tmp_path / "record.json"
     sizes = ["--layers=1", "--width=32", "--heads=2", "--vocabulary=50", "--prompt=64", "--completion=16"]
     command = [*sizes, "--completions", "4", "--seconds=0.01", "--device=cpu", f"--output={path}"]
@@ -24,7 +20,7 @@ def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "4 completions of a prompt of 64 tokens" in capsys.readouterr().out
 
 
-def test_the_numbers_of_the_guide_are_those_of_the_record() -> None:
+def test_the_numbers_of_the_guide_are_those_of_the_record():
     rows = json.loads((ROOT / "benchmarks/results/cpu-prefix-trees.json").read_text("utf-8"))["rows"]
     guide = (ROOT / "docs/training.md").read_text("utf-8").partition("## Prefix trees")[2]
     numbers = [f"{row[key]:,.0f}" for row in rows for key in ("ms", "saved_mib")]

@@ -1,7 +1,5 @@
 """Loss curves of GPT-2, steps of BERT and what they read: real text, batches of real lengths, right results alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The backward functions by themselves, of both versions: gradients from results, whole and of a part of the keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """flash_attn's functions beside attention: padding, rotary, norms, losses, linear layers, by their definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo

@@ -1,7 +1,5 @@
 """The extensions of flash_attn 1: halves of functions, by their definition, and served under their own names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Installing the names of flash_attn in a process, by call, by runner, by pytest plugin; and taking them away again."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata as metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """flash_attn 2.8.3's attention functions: values and gradients by their definition, in all layouts and options."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """flash_attn_with_kvcache: appending in place, rotation, lengths, entries, padding and pages, by their definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

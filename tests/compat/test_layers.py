@@ -1,7 +1,5 @@
 """The layers of flash_attn beside attention, norms and losses: activations, perceptrons, embeddings, patches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """flash_attn.modules of both versions: attention with projections, caches and masks, blocks, perceptrons."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """flash_attn's functions as parts of PyTorch programs: compiled, and called by transformers."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

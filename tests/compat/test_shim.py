@@ -1,7 +1,5 @@
 """The distributions that put the names on disk: they build, install without a network, and serve the same names."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The names that are served have the arguments and defaults that the tables of `flashtile.compat.signatures` say."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

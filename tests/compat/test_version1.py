@@ -1,7 +1,5 @@
 """flash_attn 1.0.9's functions: packed calls with the diagonal at the first key, padded lse, weights in fragments."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashAttention-3's interface: values by their definition, what is accepted without effect, what raises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """FlashAttention-3's call with a cache: ragged queries and new rows, pages of any size, chunks, by their definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

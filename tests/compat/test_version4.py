@@ -1,7 +1,5 @@
 """FlashAttention-4's names: values by their definition, always with lse, sinks, blocks, and what raises."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

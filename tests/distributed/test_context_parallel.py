@@ -1,7 +1,5 @@
 """Attention over several processes: each strategy with each feature gives the results of one process, both ways."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

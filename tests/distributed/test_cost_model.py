@@ -1,7 +1,5 @@
 """The cost model: its bytes and pairs are those of the schedules, and its limits are what they must be."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -97,7 +95,7 @@ def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
     assert done.stdout.count("131,072") == 1
 
 
-def test_the_decision_record_has_the_figures_of_the_record() -> None:
+def test_the_decision_record_has_the_figures_of_the_record():
     """Measured and predicted efficiencies, forward and forward with backward."""
     gpus = 4
     rows = json.loads((ROOT / f"benchmarks/results/h200x{gpus}-context-parallel.json").read_text("utf-8"))["rows"]

@@ -1,7 +1,5 @@
 """DTensors and FSDP2 around parts: the results and gradients of one process."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtile.testing import assert_same

@@ -1,7 +1,5 @@
 """The engine with ranks that are threads: up to 64, without processes; the merge; and what happens when one is gone."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import Counter, defaultdict

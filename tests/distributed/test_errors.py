@@ -1,7 +1,5 @@
 """What is refused, and how: on every rank, before anything is exchanged; and what a lost rank looks like."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The explanation of a context-parallel call: schedule, sizes and kernels, without processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

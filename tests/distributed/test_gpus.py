@@ -1,7 +1,5 @@
 """Context parallel attention over GPUs and NCCL: each strategy, on the backends that GPUs have."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Exchanging heads for tokens, without processes: what travels, in how many transfers, and copies of 16 bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Models over several processes: the logits and gradients of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts and schedules: every visible pair is computed once, by a rank that has both ends."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 import pytest

@@ -1,11 +1,8 @@
 """The parts of the training script: data, schedule, gradients, what is counted, and the errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +25,13 @@ _CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def alone() -> Iterator[Processes]:
+def alone():
     with join_processes("cpu", 1.0) as processes:
         yield processes
 
 
 @pytest.fixture
-def make(text: Path, tmp_path: Path) -> Callable[..., Options]:
+def make(text, tmp_path):
     """Options, with the text and a small model unless told otherwise."""
 
     def options(**given: Any) -> Options:

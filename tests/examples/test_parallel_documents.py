@@ -1,7 +1,5 @@
 """FSDP2, tensor and context parallelism in one program: the losses of one process, also after a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The small server: its requests get the tokens of the model alone, however steps are made up."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -22,12 +20,12 @@ _NO_TRANSFORMERS = pytest.mark.skipif(not importlib.util.find_spec("transformers
     ],
     ids=" ".join,
 )
-def test_requests_together_are_requests_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_together_are_requests_alone(arguments, capsys):
     serve.main([*arguments, "--requests", "5"])
     assert "every request has the tokens that it gets alone" in capsys.readouterr().out
 
 
-def test_tokens_are_those_of_generate() -> None:
+def test_tokens_are_those_of_generate():
     """With few pages, so that requests wait for those of others, and chunks that cut prompts anywhere."""
     target = serve.gpt(serve.Size(2, 64, 4, 30, torch.float32, torch.float32, "cpu"), seed=0)
     config = target.model.config

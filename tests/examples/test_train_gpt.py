@@ -1,7 +1,5 @@
 """The training script as a whole: it learns, goes on bit for bit, and is the same over several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
-def train(text: Path, tmp_path: Path) -> Callable[..., int]:
+def train(text, tmp_path):
     """Runs the program: `train(folder, options...)`, a small model with everything written in each third step."""
 
     def run(folder: Path | str, *options: Any, device: str = "cpu") -> int:

@@ -1,7 +1,5 @@
 """The training script on two GPUs: what one computes, with every kind of parallelism, and resumed bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.models.training_runs import Run, arguments_of, assert_close, assert_same_bits, launch

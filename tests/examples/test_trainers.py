@@ -1,7 +1,5 @@
 """The examples with others' trainers run, learn, and have the losses and gradients that those trainers have alone."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("reg
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+def example(monkeypatch):
     """A function that imports an example where the packages that it needs are installed."""
     monkeypatch.syspath_prepend(EXAMPLES)
 
@@ -36,7 +34,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["peft_lora", "accelerate_loop", "lightning_module"])
-def test_examples_learn_and_go_on_from_checkpoints(name: str, example: Any) -> None:
+def test_examples_learn_and_go_on_from_checkpoints(name, example):
     losses = example(name, name.partition("_")[0]).main(24)
     assert len(losses) == 24 and losses[-1] < losses[0] - 0.05
 
@@ -53,7 +51,7 @@ def lora_results(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "recomputed"])
-def test_gradients_of_lora(checkpoints: bool, example: Any) -> None:
+def test_gradients_of_lora(checkpoints, example):
     module = example("peft_lora", "peft")
     batch = importlib.import_module("tiny_llama").make_batch(["one text.", "another, longer text."])
     model = module.make_lora()
@@ -69,7 +67,7 @@ def test_gradients_of_lora(checkpoints: bool, example: Any) -> None:
         assert_close(name, value, oracle[name], eager[name])
 
 
-def test_lora_over_prefix_trees(example: Any) -> None:
+def test_lora_over_prefix_trees(example):
     from flashtile.integrations.transformers import prefix_tree_inputs
 
     model = example("peft_lora", "peft").make_lora()
@@ -87,7 +85,7 @@ def test_lora_over_prefix_trees(example: Any) -> None:
     assert_same(found, [p.grad for p in model.parameters() if p.requires_grad])
 
 
-def test_grpo_over_prefix_trees_is_grpo(example: Any, tmp_path: Path) -> None:
+def test_grpo_over_prefix_trees_is_grpo(example, tmp_path):
     """Log-probabilities, entropies and gradients, of prompts and completions of different lengths; and it trains."""
     module = example("trl_grpo", "trl")
     lengths = torch.tensor([[6, 3], [6, 5], [2, 4], [2, 0]])
@@ -111,7 +109,7 @@ def test_grpo_over_prefix_trees_is_grpo(example: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchtitan_over_shards(tmp_path: Path) -> None:
+def test_torchtitan_over_shards(tmp_path):
     """The losses are those of torchtitan's attention at each step, and training goes where PyTorch's gradients lead."""
     pytest.importorskip("torchtitan")
     for of_rank in start({"train": train_both}, 2, tmp_path):

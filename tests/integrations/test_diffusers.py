@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
+def registered():
     diffusers.logging.set_verbosity_error()
     register()
     return
@@ -48,7 +47,7 @@ def run(name: str, backend: str, dtype: torch.dtype = torch.float32) -> dict[str
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_those_with_native_attention(name: str) -> None:
+def test_models_are_those_with_native_attention(name):
     actual, eager = run(name, "flashtile"), run(name, "native")
     oracle = run(name, "native", torch.float64)
     assert actual.keys() == oracle.keys() and len(actual) > 10
@@ -63,7 +62,7 @@ def dispatched(backend: str, tensors: list[Tensor], options: dict[str, Any]) -> 
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def test_a_unet_without_the_dispatcher_runs_within_the_context_of_sdpa() -> None:
+def test_a_unet_without_the_dispatcher_runs_within_the_context_of_sdpa():
     torch.manual_seed(0)
     blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
     unet = diffusers.UNet2DConditionModel(
@@ -97,7 +96,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("head_dim", "keys"), [(64, 77), (128, 512)])
-def test_masks_and_cross_attention(mask: str, head_dim: int, keys: int) -> None:
+def test_masks_and_cross_attention(mask, head_dim, keys):
     q, dout = (drawn(2, 9, 2, head_dim, seed=seed) for seed in (0, 1))
     tensors = [q, drawn(2, keys, 2, head_dim, seed=2), drawn(2, keys, 2, head_dim, seed=3), dout]
     options = {"attn_mask": MASKS[mask](keys)}
@@ -109,7 +108,7 @@ def test_masks_and_cross_attention(mask: str, head_dim: int, keys: int) -> None:
         assert_close(name, *results)
 
 
-def test_options() -> None:
+def test_options():
     tensors = [drawn(1, seq, heads, 16) for seq, heads in ((6, 4), (9, 2), (9, 2), (6, 4))]
     options = {"is_causal": True, "enable_gqa": True, "scale": 0.3}
     assert_same(dispatched("flashtile", tensors, options), dispatched("native", tensors, options))
@@ -122,7 +121,7 @@ def test_options() -> None:
     assert out.shape == q.shape
 
 
-def test_what_is_not_served_is_named() -> None:
+def test_what_is_not_served_is_named():
     q, k = drawn(1, 6, 4, 16), drawn(1, 9, 2, 16)
     call = attention_dispatch.dispatch_attention_fn
     with pytest.raises(ValueError, match="enable_gqa: expected True for 4 query heads and 2 key heads, got False"):
@@ -132,7 +131,7 @@ def test_what_is_not_served_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_compiled_in_one_graph() -> None:
+def test_compiled_in_one_graph():
     def call(q: Tensor) -> Tensor:
         return attention_dispatch.dispatch_attention_fn(q, q, q, backend="flashtile")
 
@@ -140,7 +139,7 @@ def test_compiled_in_one_graph() -> None:
     assert_same(torch.compile(call, fullgraph=True, backend="aot_eager")(q), call(q))
 
 
-def test_names_and_options_are_checked() -> None:
+def test_names_and_options_are_checked():
     register("flashtile_cpu", backend="cpu", deterministic=True)
     with attention_dispatch.attention_backend("flashtile_cpu"):
         q = drawn(1, 6, 4, 16)
@@ -154,7 +153,7 @@ def test_names_and_options_are_checked() -> None:
         register(backend="foo")
 
 
-def test_without_diffusers_the_package_is_named(tmp_path: Path) -> None:
+def test_without_diffusers_the_package_is_named(tmp_path):
     done = run_without({"diffusers"}, tmp_path, "-c", "import flashtile.integrations.diffusers")
     assert done.stderr.splitlines()[-1] == (
         'ImportError: flashtile.integrations.diffusers needs diffusers: pip install "diffusers>=0.42"'
@@ -165,13 +164,13 @@ def test_without_diffusers_the_package_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory):
     return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_attention_over_shards(strategy: str, masked: bool, results: list[dict[str, Any]]) -> None:
+def test_attention_over_shards(strategy, masked, results):
     name = f"{strategy}, masked" if masked else strategy
     assert not isinstance(results[0]["attention"], str), results[0]["attention"]
     parts = [of_rank["attention"][name] for of_rank in results]
@@ -185,20 +184,20 @@ def test_attention_over_shards(strategy: str, masked: bool, results: list[dict[s
 
 
 @pytest.mark.slow
-def test_ring_and_ulysses_together(tmp_path: Path) -> None:
+def test_ring_and_ulysses_together(tmp_path):
     parts = [of_rank["attention"]["both"] for of_rank in start({"attention": JOBS["attention"]}, 4, tmp_path)]
     found = [torch.cat(shards, dim=1) for shards in zip(*parts, strict=True)]
     assert_same(found, dispatched("native", qkv(), {}))
 
 
-def test_autocast_over_shards(results: list[dict[str, Any]]) -> None:
+def test_autocast_over_shards(results):
     found = torch.cat([of_rank["attention"]["autocast"] for of_rank in results], dim=1)
     assert_same(found, flashtile.attention(*(t.bfloat16() for t in qkv()[:3])))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", ["flux", "wan"])
-def test_models_over_shards(name: str, strategy: str, results: list[dict[str, Any]]) -> None:
+def test_models_over_shards(name, strategy, results):
     assert not isinstance(results[0]["models"], str), results[0]["models"]
     model, inputs = build(name, "native")
     with torch.no_grad():

@@ -1,10 +1,7 @@
 """Exported models: with flashtile's operators, and in PyTorch's own alone, also for sizes other than those exported."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +63,7 @@ DYNAMIC = {
 @pytest.mark.parametrize(
     ("name", "mode"), [("gpt2", "default"), ("llama", "default"), ("neox", "default"), ("llama", "strict")]
 )
-def test_a_gpt_exports_with_any_batch_and_length(name: str, mode: str) -> None:
+def test_a_gpt_exports_with_any_batch_and_length(name, mode):
     model = make_gpt(name)
     program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC[mode])
     decomposed = decompose(program)
@@ -78,7 +75,7 @@ def test_a_gpt_exports_with_any_batch_and_length(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "recorded"])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "learning"])
-def test_a_model_exports_whether_or_not_it_learns(frozen: bool, recorded: bool) -> None:
+def test_a_model_exports_whether_or_not_it_learns(frozen, recorded):
     model = make_gpt("llama").requires_grad_(not frozen)
     with torch.set_grad_enabled(recorded):
         program = torch.export.export(model, (tokens(2, 9),))
@@ -88,7 +85,7 @@ def test_a_model_exports_whether_or_not_it_learns(frozen: bool, recorded: bool) 
     assert_equal_results(decomposed, model, tokens(2, 9))
 
 
-def test_a_rotation_in_place_exports() -> None:
+def test_a_rotation_in_place_exports():
     class Rotated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,14 +101,14 @@ def test_a_rotation_in_place_exports() -> None:
     assert_same(decomposed.module()(qkv), model(qkv))
 
 
-def test_a_model_that_has_run_exports_for_longer_sequences_too() -> None:
+def test_a_model_that_has_run_exports_for_longer_sequences_too():
     model = make_gpt("llama")
     model(tokens(1, 5))
     program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC["default"])
     assert_same(program.module()(tokens(2, 40)), model(tokens(2, 40)))
 
 
-def test_an_exported_model_keeps_our_operators_and_can_be_saved() -> None:
+def test_an_exported_model_keeps_our_operators_and_can_be_saved():
     model = make_gpt("gpt2")
     program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC["default"])
     assert operators(program) >= {"flashtile"}
@@ -122,7 +119,7 @@ def test_an_exported_model_keeps_our_operators_and_can_be_saved() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_onnx_runtime_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_onnx_runtime_computes_the_same(name, tmp_path):
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(
             package, reason=f"{package} is not installed: the graphs of aten operators are tested above"
@@ -147,7 +144,7 @@ REMEDY = (
 
 
 @each_case("way", ["dynamo", "torchscript", "program"])
-def test_an_export_to_onnx_leads_to_the_remedy(way: str) -> None:
+def test_an_export_to_onnx_leads_to_the_remedy(way):
     pytest.importorskip("onnx", reason="onnx is not installed: the test below stands for its exporter")
     pytest.importorskip("onnxscript")
     model: Any = make_gpt("gpt2")
@@ -158,7 +155,7 @@ def test_an_export_to_onnx_leads_to_the_remedy(way: str) -> None:
         torch.onnx.export(model, arguments, io.BytesIO(), dynamo=way != "torchscript", verbose=False)
 
 
-def test_operators_refuse_the_exporter_to_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_refuse_the_exporter_to_onnx(monkeypatch):
     model, program = make_gpt("gpt2"), torch.export.export(make_gpt("gpt2"), (tokens(2, 9),))
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     with pytest.raises(Exception, match=f"got flashtile::.*; {REMEDY}"):
@@ -225,7 +222,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_functions_export_and_decompose(name: str) -> None:
+def test_functions_export_and_decompose(name):
     function, inputs = CALLS[name]
     model = Function(function)
     program = torch.export.export(model, inputs)
@@ -236,14 +233,14 @@ def test_functions_export_and_decompose(name: str) -> None:
     assert_equal_results(decomposed, model, *inputs)
 
 
-def test_a_layer_decomposes_without_its_dropout_in_evaluation() -> None:
+def test_a_layer_decomposes_without_its_dropout_in_evaluation():
     layer, x = MHA(32, 4, dropout=0.5, causal=True), torch.randn(2, 7, 32)
     assert operators(decompose(torch.export.export(layer.eval(), (x,)))) == {"aten"}
     with pytest.raises(ValueError, match="dropout_p: expected 0 in a graph of PyTorch's operations"):
         decompose(torch.export.export(layer.train(), (x,)))
 
 
-def test_a_model_of_transformers_exports_and_decomposes() -> None:
+def test_a_model_of_transformers_exports_and_decomposes():
     pytest.importorskip("transformers")
     from flashtile.integrations.transformers import register, unregister
     from support.models.transformers_cases import ALL, build, make_inputs
@@ -263,7 +260,7 @@ def test_a_model_of_transformers_exports_and_decomposes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, padded", [("gpt2", False), ("mistral", True)], ids=["gpt2-whole", "mistral-padded"])
-def test_a_model_of_transformers_exports_for_any_batch_and_length(name: str, padded: bool) -> None:
+def test_a_model_of_transformers_exports_for_any_batch_and_length(name, padded):
     pytest.importorskip("transformers")
     from flashtile.integrations.transformers import register, unregister
     from support.models.transformers_cases import ALL, VOCABULARY, build, make_inputs
@@ -289,7 +286,7 @@ def test_a_model_of_transformers_exports_for_any_batch_and_length(name: str, pad
 # --- what has no equivalent -----------------------------------------------------------------------------------------
 
 
-def test_packed_sequences_are_refused() -> None:
+def test_packed_sequences_are_refused():
     inputs = *(torch.randn(9, heads, 8) for heads in (4, 2, 2)), torch.tensor([0, 4, 9])
     program = torch.export.export(Function(lambda q, k, v, n: flashtile.attention_varlen(q, k, v, n)), inputs)
     assert "flashtile" in operators(program)
@@ -297,7 +294,7 @@ def test_packed_sequences_are_refused() -> None:
         decompose(program)
 
 
-def test_operators_without_an_equivalent_are_named() -> None:
+def test_operators_without_an_equivalent_are_named():
     def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Any:
         return flashtile.linear_cross_entropy(x, weight, labels)
 
@@ -306,12 +303,12 @@ def test_operators_without_an_equivalent_are_named() -> None:
         decompose(program)
 
 
-def test_only_exported_programs_are_taken() -> None:
+def test_only_exported_programs_are_taken():
     with pytest.raises(TypeError, match="program: expected an ExportedProgram, got GPT"):
         decompose(make_gpt("gpt2"))  # type: ignore[arg-type]
 
 
-def test_the_table_has_the_forward_operators() -> None:
+def test_the_table_has_the_forward_operators():
     table = flashtile.decompositions()
     assert torch.ops.flashtile.attention_forward.default in table
     table.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ COUNTS, CACHED = [9, 1, 4], [0, 20, 13]
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def deterministic(monkeypatch):
     """SGLang's settings of deterministic inference, which a server publishes."""
     found = SimpleNamespace(enable_deterministic_inference=False)
     monkeypatch.setattr(plugin, "get_exec", lambda: SimpleNamespace(deterministic=found))
@@ -50,7 +49,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture(autouse=True)
-def _one_process() -> Iterator[None]:
+def _one_process():
     with get_parallel().override(attn_cp_size=1, attn_dcp_size=1, dcp_enabled=False):
         yield
 
@@ -171,7 +170,7 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
 
 @pytest.mark.parametrize("name", _CASES)
 @torch.no_grad()
-def test_batches_are_their_requests(name: str) -> None:
+def test_batches_are_their_requests(name):
     change, of_layer, sinks = _CASES[name]
     runner, layer = _runner(**change), _layer(**of_layer)
     if name.startswith("fp8"):
@@ -201,7 +200,7 @@ LATENT, ROTATED = 32, 8
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 @torch.no_grad()
-def test_latent_rows(dtype: torch.dtype) -> None:
+def test_latent_rows(dtype):
     """Whole prompts as heads of keys and values, everything else absorbed into the latent columns."""
     page = 4
     pool = MLATokenToKVPool(
@@ -250,7 +249,7 @@ def test_latent_rows(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_a_cuda_graph_serves_other_batches_of_its_size() -> None:
+def test_a_cuda_graph_serves_other_batches_of_its_size():
     """A graph of 4 requests is captured, and replayed with 4 and with 3, of which a view as SGLang makes it tells."""
     runner, layer = _runner(pool="window", page_size=4), _layer(sliding_window_size=5)
     _place(runner)
@@ -292,7 +291,7 @@ def test_a_cuda_graph_serves_other_batches_of_its_size() -> None:
 
 
 @torch.no_grad()
-def test_deterministic_inference_is_batch_invariant(deterministic: SimpleNamespace) -> None:
+def test_deterministic_inference_is_batch_invariant(deterministic):
     deterministic.enable_deterministic_inference = True
     runner, layer = _runner(), _layer()
     _place(runner)
@@ -310,7 +309,7 @@ def test_deterministic_inference_is_batch_invariant(deterministic: SimpleNamespa
             plugin.FlashtileBackend(_runner(**change))
 
 
-def test_sglang_knows_the_backend() -> None:
+def test_sglang_knows_the_backend():
     for _ in range(2):
         plugin.register()
     assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(plugin.NAME) == 1
@@ -327,12 +326,12 @@ def test_sglang_knows_the_backend() -> None:
     ({"spec_algorithm": SpeculativeAlgorithm.EAGLE}, "speculative decoding"),
     ({"token_to_kv_pool": object()}, "token_to_kv_pool: expected MHATokenToKVPool or MLATokenToKVPool, got object"),
 ])  # fmt: skip
-def test_models_that_are_not_served_are_named(change: dict[str, Any], named: str) -> None:
+def test_models_that_are_not_served_are_named(change, named):
     with pytest.raises(NotImplementedError, match=named):
         plugin.FlashtileBackend(_runner(**change))
 
 
-def test_context_parallelism_is_named() -> None:
+def test_context_parallelism_is_named():
     with get_parallel().override(attn_dcp_size=2), pytest.raises(NotImplementedError, match="context parallelism"):
         plugin.FlashtileBackend(_runner())
 
@@ -345,9 +344,7 @@ def test_context_parallelism_is_named() -> None:
     ({}, {"k_rope": torch.ones(1)}, "k_rope: expected None, got Tensor"),
     ({}, {"return_lse": True}, "return_lse: expected None, got bool"),
 ])  # fmt: skip
-def test_layers_and_batches_that_are_not_served_are_named(
-    change: dict[str, Any], options: dict[str, Any], named: str
-) -> None:
+def test_layers_and_batches_that_are_not_served_are_named(change, options, named):
     runner = _runner()
     backend = plugin.FlashtileBackend(runner)
     batch = _batch(runner, ForwardMode.EXTEND, COUNTS, CACHED)

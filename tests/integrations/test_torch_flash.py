@@ -1,9 +1,6 @@
 """flashtile as PyTorch's flash attention: its operators under autograd, compiled, packed, in pages."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
 
 
 @pytest.fixture
-def on_a_cpu() -> Iterator[None]:
+def on_a_cpu():
     """The operators in PyTorch's tables for CPUs, where it has none of its own."""
     active = _Active(_Operators({"backend": "auto", "deterministic": False}), "CPU")
     yield
@@ -33,7 +30,7 @@ def on_a_cpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def on_a_gpu() -> Iterator[None]:
+def on_a_gpu():
     use_flashtile_as_flash_attention()
     yield
     torch.nn.attention.restore_flash_attention_impl()
@@ -62,7 +59,7 @@ def _agree(found: list[Tensor], same: list[Tensor], oracle: list[Tensor]) -> Non
 
 @each_case("causal", [False, True])
 @each_case("heads_first", [False, True])
-def test_sdpa_and_its_gradients(on_a_cpu: None, causal: bool, heads_first: bool) -> None:
+def test_sdpa_and_its_gradients(on_a_cpu, causal, heads_first):
     q, k, v, dout = _inputs(2, 3, 50, 32) if heads_first else (x.transpose(1, 2) for x in _inputs(2, 50, 3, 32))
     found = _results(lambda *x: _sdpa(*x, causal=causal, scale=0.3), q, k, v, dout)
 
@@ -74,7 +71,7 @@ def test_sdpa_and_its_gradients(on_a_cpu: None, causal: bool, heads_first: bool)
         assert result.stride() == like.stride()
 
 
-def test_dropout_of_the_backward_is_that_of_the_forward(on_a_cpu: None) -> None:
+def test_dropout_of_the_backward_is_that_of_the_forward(on_a_cpu):
     q, k, v, dout = _inputs(1, 2, 40, 32)
     torch.manual_seed(7)
     found = _results(lambda *x: _sdpa(*x, dropout_p=0.4), q, k, v, dout)
@@ -84,7 +81,7 @@ def test_dropout_of_the_backward_is_that_of_the_forward(on_a_cpu: None) -> None:
         assert torch.equal(one, other)
 
 
-def test_results_lie_as_the_compiler_expects(on_a_cpu: None) -> None:
+def test_results_lie_as_the_compiler_expects(on_a_cpu):
     q, k, v, dout = _inputs(1, 2, 40, 32)
     compiled = torch.compile(_sdpa, fullgraph=True, backend="aot_eager")
     found, same = (_results(f, q, k, v, dout) for f in (compiled, _sdpa))
@@ -97,7 +94,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *of_keys: Any, max
     return ATEN._flash_attention_forward(q, k, v, offsets, *rest, **options)[0]
 
 
-def test_packed_sequences_with_windows_and_grouped_heads(on_a_cpu: None) -> None:
+def test_packed_sequences_with_windows_and_grouped_heads(on_a_cpu):
     q, k, v, dout = _inputs(50, 4, 32, kv_heads=2)
     dout = torch.randn_like(q)
     offsets = torch.tensor([0, 20, 50], dtype=torch.int32)
@@ -111,7 +108,7 @@ def test_packed_sequences_with_windows_and_grouped_heads(on_a_cpu: None) -> None
 
 
 @pytest.mark.skipif(not HAS_PAGES, reason="this PyTorch's operator has no block_table")
-def test_pages_and_their_lengths(on_a_cpu: None) -> None:
+def test_pages_and_their_lengths(on_a_cpu):
     """The diagonal ends at the last key that is there, and an in-place form writes the same."""
     generator = torch.Generator().manual_seed(3)
     pages_k, pages_v = (torch.randn(6, 16, 2, 32, generator=generator) for _ in range(2))
@@ -142,7 +139,7 @@ _needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="this PyTorch's varlen_a
 
 @_needs_pages
 @each_case("window", [(-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (0, -1), (8, 2), (99, 99)])
-def test_varlen_attn_with_windows(on_a_cpu: None, window: tuple[int, int]) -> None:
+def test_varlen_attn_with_windows(on_a_cpu, window):
     """As PyTorch's own tests of it ask for it: grouped heads, gradients and lse."""
     q, k, v, dout = _inputs(50, 4, 16, kv_heads=2)
     offsets, found_lse = torch.tensor([0, 20, 50], dtype=torch.int32), []
@@ -173,7 +170,7 @@ def test_varlen_attn_with_windows(on_a_cpu: None, window: tuple[int, int]) -> No
 @_needs_pages
 @pytest.mark.parametrize("lengths", [(32, 64, 96, 48), (1, 1, 1, 1), (1, 128, 127, 17)], ids=str)
 @torch.no_grad()
-def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> None:
+def test_varlen_attn_over_caches(on_a_cpu, lengths):
     """One query each, on rows of which the first ones count, in one piece and in pages; the others hold NaN."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(4, 2, 16, generator=generator)
@@ -208,7 +205,7 @@ def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> No
 
 @_needs_pages
 @each_case("mode", [False, True])
-def test_one_split_is_batch_invariance(on_a_cpu: None, mode: bool) -> None:
+def test_one_split_is_batch_invariance(on_a_cpu, mode):
     """As PyTorch's own test asks for it: a sequence has the bits that it has alone, in the mode its gradients too."""
     q, k, v, _ = _inputs(150, 2, 16)
     ends, alone = torch.tensor([0, 50, 150]).int(), torch.tensor([0, 50]).int()
@@ -225,7 +222,7 @@ def test_one_split_is_batch_invariance(on_a_cpu: None, mode: bool) -> None:
 
 
 @each_case("packed", [False, True])
-def test_8_bit_inputs_with_factors_of_heads(on_a_cpu: None, packed: bool) -> None:
+def test_8_bit_inputs_with_factors_of_heads(on_a_cpu, packed):
     q, k, v, _ = (x.detach().transpose(1, 2) for x in _inputs(2, 50, 4, 16, kv_heads=2))
     factors = [torch.rand(2, 2) + 0.5 for _ in range(3)]
     q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
@@ -244,14 +241,14 @@ def test_8_bit_inputs_with_factors_of_heads(on_a_cpu: None, packed: bool) -> Non
     assert_same(found.view(2, 50, 4, 16), expected)
 
 
-def test_a_causal_bias_at_the_lower_right(on_a_cpu: None) -> None:
+def test_a_causal_bias_at_the_lower_right(on_a_cpu):
     q, k, v, _ = (x.detach() for x in _inputs(2, 3, 20, 16))
     found = _sdpa(q[:, :, :7], k, v, causal=True)  # how PyTorch's causal_lower_right calls it
     seen = torch.ones(7, 20, dtype=torch.bool).tril(13)
     assert_same(found, F.scaled_dot_product_attention(q[:, :, :7], k, v, attn_mask=seen))
 
 
-def test_the_debug_mask_says_what_dropout_dropped(on_a_cpu: None) -> None:
+def test_the_debug_mask_says_what_dropout_dropped(on_a_cpu):
     """PyTorch's tests of dropout read it: weights, negative where one was dropped."""
     q, k, v, _ = (x.detach() for x in _inputs(2, 3, 40, 16))
     out, *_, mask = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.3, True, True)
@@ -262,7 +259,7 @@ def test_the_debug_mask_says_what_dropout_dropped(on_a_cpu: None) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_deterministic_algorithms_need_no_warning(on_a_cpu: None) -> None:
+def test_deterministic_algorithms_need_no_warning(on_a_cpu):
     q, k, v, dout = _inputs(1, 2, 40, 32)
     torch.use_deterministic_algorithms(True)
     try:
@@ -273,7 +270,7 @@ def test_deterministic_algorithms_need_no_warning(on_a_cpu: None) -> None:
         assert torch.equal(one, other)
 
 
-def test_what_it_refuses(on_a_cpu: None) -> None:
+def test_what_it_refuses(on_a_cpu):
     q, k, v, _ = _inputs(1, 2, 8, 16)
     rest = None, None, 2, 2, 0.0, False, False
     offsets = torch.tensor([0, 2]).int()
@@ -292,7 +289,7 @@ def test_what_it_refuses(on_a_cpu: None) -> None:
 
 @pytest.mark.skipif(not HAS_REGISTRY, reason="needs PyTorch's registry")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its own kernels are tested below")
-def test_registered_under_several_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_under_several_names(monkeypatch):
     """Also under PyTorch's own, which torchtitan activates again."""
     implementations = torch.nn.attention._registry._FLASH_ATTENTION_IMPLS  # type: ignore[attr-defined]
     monkeypatch.setitem(implementations, "FA3", implementations["FA3"])
@@ -310,7 +307,7 @@ def test_registered_under_several_names(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_pytorchs_function_on_a_gpu(on_a_gpu: None, causal: bool, compiled: bool, monkeypatch: Any) -> None:
+def test_pytorchs_function_on_a_gpu(on_a_gpu, causal, compiled, monkeypatch):
     q, k, v, dout = _inputs(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
 
     def attend(*tensors: Tensor) -> Tensor:
@@ -331,7 +328,7 @@ def test_pytorchs_function_on_a_gpu(on_a_gpu: None, causal: bool, compiled: bool
 
 
 @pytest.mark.gpu
-def test_varlen_attn_on_a_gpu(on_a_gpu: None, monkeypatch: Any) -> None:
+def test_varlen_attn_on_a_gpu(on_a_gpu, monkeypatch):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     q, k, v, dout = _inputs(700, 4, 64, device="cuda", dtype=torch.float16)
     offsets = torch.tensor([0, 200, 700], dtype=torch.int32, device="cuda")
@@ -350,7 +347,7 @@ def test_varlen_attn_on_a_gpu(on_a_gpu: None, monkeypatch: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_a_graph", [False, True])
-def test_dropout_on_a_gpu_is_that_of_the_debug_mask(on_a_gpu: None, in_a_graph: bool) -> None:
+def test_dropout_on_a_gpu_is_that_of_the_debug_mask(on_a_gpu, in_a_graph):
     """As PyTorch's own tests look at it: what the mask says was dropped, its eager function drops too."""
     q, k, v, dout = _inputs(2, 4, 256, 64, device="cuda", dtype=torch.float16)
 
@@ -377,7 +374,7 @@ def test_dropout_on_a_gpu_is_that_of_the_debug_mask(on_a_gpu: None, in_a_graph: 
 
 
 @pytest.mark.gpu
-def test_nested_tensors_on_a_gpu(on_a_gpu: None) -> None:
+def test_nested_tensors_on_a_gpu(on_a_gpu):
     q, k, v, dout = _inputs(300, 4, 64, device="cuda", dtype=torch.bfloat16)
     offsets = torch.tensor([0, 100, 300], device="cuda")
 
@@ -401,10 +398,10 @@ def _check_ranks(folder: Any, device: str) -> None:
                 _agree(found, same, oracle)
 
 
-def test_dtensors_and_context_parallelism_of_pytorch(tmp_path: Any) -> None:
+def test_dtensors_and_context_parallelism_of_pytorch(tmp_path):
     _check_ranks(tmp_path, "cpu")
 
 
 @pytest.mark.multi_gpu
-def test_dtensors_and_context_parallelism_of_pytorch_on_gpus(tmp_path: Any) -> None:
+def test_dtensors_and_context_parallelism_of_pytorch_on_gpus(tmp_path):
     _check_ranks(tmp_path, "cuda")

@@ -1,9 +1,5 @@
 """`use_flashtile_flex`: whose attention runs inside and outside, and that all comes back as it was."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +15,7 @@ _DEFAULTS = flex_attention.__defaults__, flex_attention.__kwdefaults__
 
 
 @pytest.fixture(autouse=True)
-def pytorchs_own_afterwards() -> Iterator[None]:
+def pytorchs_own_afterwards():
     yield
     assert torch_flex.flex_attention is flex_attention
     assert flex_attention.__code__ is PYTORCHS
@@ -29,7 +25,7 @@ def halved(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return 0.5 * score
 
 
-def test_holds_inside_nests_and_is_undone() -> None:
+def test_holds_inside_nests_and_is_undone():
     query = torch.randn(1, 2, 5, 8, requires_grad=True)
     with use_flashtile_flex():
         out = torch_flex.flex_attention(query, query, query, halved)
@@ -44,7 +40,7 @@ def test_holds_inside_nests_and_is_undone() -> None:
         torch_flex.flex_attention(query, query, query, kernel_options={"BLOCK_M": 16})
 
 
-def test_reaches_a_name_that_was_imported_before_and_what_was_compiled() -> None:
+def test_reaches_a_name_that_was_imported_before_and_what_was_compiled():
     query = torch.randn(1, 2, 5, 8)
     compiled = [
         torch.compile(flex_attention, fullgraph=True, backend="eager"),
@@ -62,7 +58,7 @@ def test_reaches_a_name_that_was_imported_before_and_what_was_compiled() -> None
     assert torch.equal(compiled[0](query, query, query), expected[0])
 
 
-def test_parameters_are_those_of_pytorch() -> None:
+def test_parameters_are_those_of_pytorch():
     """`torch.compile` remembers the parameters of a function, whose code is another one in a context."""
     with use_flashtile_flex():
         code = flex_attention.__code__
@@ -74,7 +70,7 @@ def test_parameters_are_those_of_pytorch() -> None:
 
 
 @pytest.mark.slow
-def test_models_of_transformers_run_on_it() -> None:
+def test_models_of_transformers_run_on_it():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -1,10 +1,7 @@
 """`use_flashtile_sdpa`: whose attention runs inside and outside, and that all comes back as it was."""
 
-from __future__ import annotations
-
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,7 +38,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def pytorchs_own_afterwards() -> Iterator[None]:
+def pytorchs_own_afterwards():
     yield
     assert functional.scaled_dot_product_attention is PYTORCHS
     assert torch.backends.mha.get_fastpath_enabled()
@@ -57,7 +54,7 @@ def ran_ours(function: Any, *arguments: Any) -> bool:
     return watch.ours
 
 
-def test_a_context_without_a_call_says_so() -> None:
+def test_a_context_without_a_call_says_so():
     """As where the name was imported before, which no other function can take from there."""
     query = torch.randn(1, 2, 5, 8)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -80,7 +77,7 @@ class Attends(nn.Module):
         return attend(query)
 
 
-def test_holds_inside_and_not_outside() -> None:
+def test_holds_inside_and_not_outside():
     query = torch.randn(1, 2, 5, 8)
     assert not ran_ours(attend, query)
     with use_flashtile_sdpa():
@@ -88,7 +85,7 @@ def test_holds_inside_and_not_outside() -> None:
     assert not ran_ours(attend, query)
 
 
-def test_nests_and_the_innermost_counts() -> None:
+def test_nests_and_the_innermost_counts():
     query = torch.randn(1, 2, 5, 8)
     with use_flashtile_sdpa(backend="reference"):
         with use_flashtile_sdpa(backend="hopper"), pytest.raises(ValueError, match="backend: 'hopper' cannot serve"):
@@ -96,12 +93,12 @@ def test_nests_and_the_innermost_counts() -> None:
         assert ran_ours(attend, query)
 
 
-def test_is_undone_after_an_error() -> None:
+def test_is_undone_after_an_error():
     with pytest.raises(TypeError, match="query: expected dtype"), use_flashtile_sdpa():
         attend(torch.ones(1, 2, 5, 8, dtype=torch.int64))
 
 
-def test_contexts_of_threads_may_overlap_in_any_order() -> None:
+def test_contexts_of_threads_may_overlap_in_any_order():
     query = torch.randn(1, 2, 5, 8)
     opened, closed = threading.Event(), threading.Event()
 
@@ -124,7 +121,7 @@ def test_contexts_of_threads_may_overlap_in_any_order() -> None:
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @each_case("training", [False, True])
 @each_case("name", ["attention", "encoder", "decoder"])
-def test_reaches_pytorchs_modules_and_gives_their_results(name: str, training: bool) -> None:
+def test_reaches_pytorchs_modules_and_gives_their_results(name, training):
     torch.manual_seed(0)
     options = {"batch_first": True, "dropout": 0.0}
     module: nn.Module
@@ -157,7 +154,7 @@ def test_reaches_pytorchs_modules_and_gives_their_results(name: str, training: b
 
 
 @each_case("library", ["timm", "torchvision"])
-def test_reaches_models_of_other_libraries_and_their_gradients(library: str) -> None:
+def test_reaches_models_of_other_libraries_and_their_gradients(library):
     module = pytest.importorskip(library)
     torch.manual_seed(0)
     if library == "timm":
@@ -181,7 +178,7 @@ def test_reaches_models_of_other_libraries_and_their_gradients(library: str) -> 
         assert_close("out and gradients", actual, expected, same)
 
 
-def test_checkpointed_layers_recompute_with_the_same_attention() -> None:
+def test_checkpointed_layers_recompute_with_the_same_attention():
     query = torch.randn(1, 2, 5, 8, requires_grad=True)
     with use_flashtile_sdpa():
         attend(query).sum().backward()
@@ -192,7 +189,7 @@ def test_checkpointed_layers_recompute_with_the_same_attention() -> None:
     assert_same(query.grad, expected)
 
 
-def test_compiled_functions_follow() -> None:
+def test_compiled_functions_follow():
     graphs = []
 
     def remember(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -211,7 +208,7 @@ def test_compiled_functions_follow() -> None:
     assert graphs == [True, False]  # and nothing compiled again
 
 
-def test_a_backend_that_is_none_raises_before_the_context_is_entered() -> None:
+def test_a_backend_that_is_none_raises_before_the_context_is_entered():
     wrong = use_flashtile_sdpa(backend="foo")
     with pytest.raises(ValueError, match=r"backend: expected one of 'auto', .*, got 'foo'"), wrong:
         pytest.fail("entered")

@@ -1,7 +1,5 @@
 """Models of transformers with `attn_implementation="flashtile"` beside their own eager attention."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import sys
@@ -72,24 +70,24 @@ class Watch(TorchDispatchMode):
         for padding in (("none",) if tiny.kind in ("image", "speech") else ("none", "left", "right"))
     ],
 )
-def test_logits_loss_and_gradients_are_those_of_eager(name: str, padding: str) -> None:
+def test_logits_loss_and_gradients_are_those_of_eager(name, padding):
     check(ALL[name], make_inputs(ALL[name], padding))
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_models_that_read_masks_themselves_get_those_that_they_know(name: str, padding: str) -> None:
+def test_models_that_read_masks_themselves_get_those_that_they_know(name, padding):
     check(READERS[name], make_inputs(READERS[name], padding))
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])
-def test_layers_that_say_that_they_are_not_causal_wherever_there_is_a_mask(padding: str) -> None:
+def test_layers_that_say_that_they_are_not_causal_wherever_there_is_a_mask(padding):
     check(MOONSHINE, make_inputs(MOONSHINE, padding))
 
 
 @each_case("name", ALL)
-def test_every_layer_runs_our_operators_forward_and_backward(name: str) -> None:
+def test_every_layer_runs_our_operators_forward_and_backward(name):
     with Watch() as watch:
         run(build(ALL[name], "flashtile"), make_inputs(ALL[name]))
     forward = [call for call in watch.calls if call.startswith("attention_forward")]
@@ -98,7 +96,7 @@ def test_every_layer_runs_our_operators_forward_and_backward(name: str) -> None:
     assert len(forward) == len(backward) == layers
 
 
-def test_a_batch_padded_and_labelled_as_documented_has_the_gradients_of_eager() -> None:
+def test_a_batch_padded_and_labelled_as_documented_has_the_gradients_of_eager():
     section = (DOCS / "integrations.md").read_text("utf-8").split("## Hugging Face transformers")[1]
     torch.manual_seed(0)
     names: dict[str, Any] = {"torch": torch}
@@ -112,13 +110,13 @@ def test_a_batch_padded_and_labelled_as_documented_has_the_gradients_of_eager() 
         assert_same(ours.grad, theirs.grad)
 
 
-def test_learned_positions_of_t5_have_a_gradient() -> None:
+def test_learned_positions_of_t5_have_a_gradient():
     results = run(build(ALL["t5"], "flashtile"), make_inputs(ALL["t5"], "left"))
     biases = [grad for name, grad in results.items() if "relative_attention_bias" in name]
     assert len(biases) == 2 and all((grad != 0).any() for grad in biases)
 
 
-def test_a_mask_of_the_users_own_holds_everything() -> None:
+def test_a_mask_of_the_users_own_holds_everything():
     tokens = make_inputs(ALL["llama"])["input_ids"]
     visible = (torch.rand(2, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(SEQ).bool()
     as_bias = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
@@ -128,12 +126,12 @@ def test_a_mask_of_the_users_own_holds_everything() -> None:
         assert_same(ours(**inputs).logits, eager(**{**inputs, "attention_mask": as_bias}).logits)
 
 
-def test_a_decoder_made_to_look_both_ways() -> None:
+def test_a_decoder_made_to_look_both_ways():
     check(ALL["llama"], make_inputs(ALL["llama"], "left"), lambda model: setattr(model.config, "is_causal", False))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_dropout_acts_in_training_alone(name: str) -> None:
+def test_dropout_acts_in_training_alone(name):
     rates = {"gpt2": "attn_pdrop", "llama": "attention_dropout", "t5": "dropout_rate"}
     tiny, inputs = ALL[name], make_inputs(ALL[name])
     dropping, plain = build(tiny, "flashtile", **{rates[name]: 0.5}), build(tiny, "flashtile")
@@ -146,7 +144,7 @@ def test_dropout_acts_in_training_alone(name: str) -> None:
     assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
 
 
-def test_a_model_learns() -> None:
+def test_a_model_learns():
     model, inputs = build(ALL["mistral"], "flashtile"), make_inputs(ALL["mistral"], "left")
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -160,7 +158,7 @@ def test_a_model_learns() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
+def test_gradient_checkpointing_changes_nothing():
     inputs = make_inputs(ALL["llama"], "left")
     plain, checkpointed = (build(ALL["llama"], "flashtile").train() for _ in range(2))
     checkpointed.gradient_checkpointing_enable()
@@ -168,7 +166,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert_same(actual, expected)
 
 
-def test_under_autocast_attention_runs_in_its_dtype() -> None:
+def test_under_autocast_attention_runs_in_its_dtype():
     model, inputs = build(ALL["gpt-oss"], "flashtile"), make_inputs(ALL["gpt-oss"], "left")
     expected = run(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
@@ -181,7 +179,7 @@ def test_under_autocast_attention_runs_in_its_dtype() -> None:
 
 @each_case("padding", ["none", "left", "right"])
 @each_case("name", ["llama", "mistral", "gemma2", "gpt-oss", "bert", "modernbert"])
-def test_no_mask_of_queries_and_keys_is_made(name: str, padding: str) -> None:
+def test_no_mask_of_queries_and_keys_is_made(name, padding):
     model, inputs = build(ALL[name], "flashtile"), make_inputs(ALL[name], padding)
     del inputs["labels"]
     with Watch() as watch:
@@ -208,7 +206,7 @@ def packed_inputs() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
-def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+def test_packed_sequences_do_not_see_each_other(name):
     inputs, lengths = packed_inputs()
     check(ALL[name], inputs)
     check(ALL[name], {**inputs, **lengths})
@@ -219,7 +217,7 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
 
 # gpt-oss looks at positions for its rotary embedding alone: eager attention does not keep its sequences apart at all.
 @each_case("name", ["mistral", "gpt-oss"])
-def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
+def test_packed_sequences_given_by_lengths_equal_those_alone(name):
     model, (inputs, lengths) = build(ALL[name], "flashtile"), packed_inputs()
     together = model(**inputs, **lengths).logits[0]
     parts = torch.cat([model(part[None]).logits[0] for part in inputs["input_ids"][0].split(LENGTHS)])
@@ -227,11 +225,11 @@ def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4", "doge"])
-def test_packed_sequences_of_models_that_read_masks_themselves(name: str) -> None:
+def test_packed_sequences_of_models_that_read_masks_themselves(name):
     check(READERS[name], packed_inputs()[0])
 
 
-def test_batches_of_the_flattening_collator_train() -> None:
+def test_batches_of_the_flattening_collator_train():
     samples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}]
     batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(samples)
     model = build(ALL["mistral"], "flashtile").train()
@@ -241,7 +239,7 @@ def test_batches_of_the_flattening_collator_train() -> None:
     assert_same(together.logits[:, 4:], alone)
 
 
-def test_several_rows_may_be_packed() -> None:
+def test_several_rows_may_be_packed():
     inputs, _ = packed_inputs()
     inputs["input_ids"] = make_inputs(ALL["llama"])["input_ids"]
     inputs["position_ids"] = torch.cat((inputs["position_ids"], torch.arange(SEQ)[None]))
@@ -260,7 +258,7 @@ def generated(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", LANGUAGE)
-def test_greedy_generation_is_that_of_eager(name: str, padding: str, cache: str | None) -> None:
+def test_greedy_generation_is_that_of_eager(name, padding, cache):
     inputs = make_inputs(LANGUAGE[name], padding)
     expected = generated(build(LANGUAGE[name], "eager"), inputs)
     actual = generated(build(LANGUAGE[name], "flashtile"), inputs, cache_implementation=cache)
@@ -268,13 +266,13 @@ def test_greedy_generation_is_that_of_eager(name: str, padding: str, cache: str 
     assert len(set(expected[:, SEQ:].flatten().tolist())) > 2
 
 
-def test_generation_with_keys_that_a_layer_adds_is_that_of_eager() -> None:
+def test_generation_with_keys_that_a_layer_adds_is_that_of_eager():
     tiny, inputs = READERS["deepseek-v4"], make_inputs(READERS["deepseek-v4"], "left")
     assert torch.equal(generated(build(tiny, "flashtile"), inputs), generated(build(tiny, "eager"), inputs))
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma2", 1), ("gpt-oss", 1)])  # without a window
-def test_steps_over_many_keys_split_them(name: str, layers: int) -> None:
+def test_steps_over_many_keys_split_them(name, layers):
     inputs = make_inputs(LANGUAGE[name])
     with Watch() as watch:
         generated(build(LANGUAGE[name], "flashtile"), inputs, max_new_tokens=9)
@@ -286,14 +284,14 @@ def test_steps_over_many_keys_split_them(name: str, layers: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "moonshine"])
-def test_greedy_generation_from_an_encoder_is_that_of_eager(name: str) -> None:
+def test_greedy_generation_from_an_encoder_is_that_of_eager(name):
     tiny = MOONSHINE if name == "moonshine" else ALL[name]
     inputs = make_inputs(tiny, "left" if tiny.kind == "text to text" else "none")
     inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
     assert torch.equal(generated(build(tiny, "flashtile"), inputs), generated(build(tiny, "eager"), inputs))
 
 
-def test_an_encoder_generates_over_more_keys_than_its_mask_was_made_for() -> None:
+def test_an_encoder_generates_over_more_keys_than_its_mask_was_made_for():
     """Its mask hides nothing, and knows nothing of the cache."""
     bert = replace(ALL["bert"], auto="AutoModelForCausalLM")
     inputs = make_inputs(bert)
@@ -302,7 +300,7 @@ def test_an_encoder_generates_over_more_keys_than_its_mask_was_made_for() -> Non
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"use_cache": False}, {"prefill_chunk_size": 5}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
+def test_other_ways_to_generate(name, options):
     inputs = make_inputs(ALL[name], "left")
     expected = generated(build(ALL[name], "eager"), inputs, **options)
     assert torch.equal(generated(build(ALL[name], "flashtile"), inputs, **options), expected)
@@ -310,7 +308,7 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
 
 @each_case("static", [False, True])
 @each_case("name", ["llama", "mistral", "gpt-oss"])
-def test_a_filled_cache_goes_on_with_several_tokens(name: str, static: bool) -> None:
+def test_a_filled_cache_goes_on_with_several_tokens(name, static):
     tiny, tokens = LANGUAGE[name], make_inputs(LANGUAGE[name])["input_ids"]
     mask = make_inputs(LANGUAGE[name], "left")["attention_mask"]
 
@@ -338,7 +336,7 @@ def test_a_filled_cache_goes_on_with_several_tokens(name: str, static: bool) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
-def test_compiles_whole(name: str) -> None:
+def test_compiles_whole(name):
     torch._dynamo.reset()
     model = build(ALL[name], "flashtile", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -353,7 +351,7 @@ def test_compiles_whole(name: str) -> None:
             assert_same(parameter.grad, expected[f"d {key}"], key)
 
 
-def test_decoding_from_a_static_cache_compiles_once() -> None:
+def test_decoding_from_a_static_cache_compiles_once():
     torch._dynamo.reset()
     model = build(ALL["llama"], "flashtile")
     tokens = make_inputs(ALL["llama"])["input_ids"]
@@ -376,7 +374,7 @@ def test_decoding_from_a_static_cache_compiles_once() -> None:
 # --- registration and errors ----------------------------------------------------------------------------------------
 
 
-def test_sdpa_models_run_ours_within_the_context() -> None:
+def test_sdpa_models_run_ours_within_the_context():
     inputs = make_inputs(ALL["llama"], "left")
     expected = build(ALL["llama"], "flashtile")(**inputs).logits
     with use_flashtile_sdpa(), Watch() as watch:
@@ -386,7 +384,7 @@ def test_sdpa_models_run_ours_within_the_context() -> None:
     assert_same(actual[real], expected[real])
 
 
-def test_names_come_and_go() -> None:
+def test_names_come_and_go():
     config = ALL["llama"].make_config()
     register("tiles", backend="reference", deterministic=True)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tiles")
@@ -405,7 +403,7 @@ def test_names_come_and_go() -> None:
         register(None)  # type: ignore[arg-type]
 
 
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in [name for name in sys.modules if name.startswith("flashtile.integrations.transformers")]:
         monkeypatch.delitem(sys.modules, name)
@@ -416,7 +414,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_options_that_no_call_takes_raise_when_they_are_given() -> None:
+def test_options_that_no_call_takes_raise_when_they_are_given():
     with pytest.raises(ValueError, match=r"backend: expected one of 'auto', .*, got 'foo'"):
         register("tiles", backend="foo")
     with pytest.raises(TypeError, match="deterministic: expected True or False, got 1"):
@@ -425,7 +423,7 @@ def test_options_that_no_call_takes_raise_when_they_are_given() -> None:
         unregister("tiles")
 
 
-def test_chunked_attention_is_refused_for_other_names_with_flash_in_them() -> None:
+def test_chunked_attention_is_refused_for_other_names_with_flash_in_them():
     tiny = ALL["llama4"]
     other = build(tiny, "sdpa")
     other.config._attn_implementation_internal = "flash_attention_2"
@@ -433,7 +431,7 @@ def test_chunked_attention_is_refused_for_other_names_with_flash_in_them() -> No
         run(other, make_inputs(tiny))
 
 
-def test_transformers_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "5.16.2")
     with pytest.raises(ImportError, match=r"needs transformers 5\.17 or newer, got 5\.16\.2"):
         register("tiles")
@@ -444,7 +442,7 @@ def test_transformers_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) 
     unregister("tiles")
 
 
-def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
+def test_a_backend_asked_for_by_name_runs_or_raises():
     register("flashtile-hopper", backend="hopper")
     model = build(ALL["llama"], "flashtile-hopper")
     with pytest.raises(ValueError, match="backend: 'hopper' cannot serve this call"):
@@ -452,7 +450,7 @@ def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
     unregister("flashtile-hopper")
 
 
-def test_a_model_whose_attention_is_its_own_is_refused() -> None:
+def test_a_model_whose_attention_is_its_own_is_refused():
     config = transformers.GPTNeoConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4,
                                        attention_types=[[["global", "local"], 1]])  # fmt: skip
     with pytest.raises(ValueError, match="attn_implementation: expected 'eager' or 'sdpa' for GPTNeo"):
@@ -460,7 +458,7 @@ def test_a_model_whose_attention_is_its_own_is_refused() -> None:
 
 
 @each_case("name", ["llama", "bert", "t5"])
-def test_weights_are_not_to_be_had(name: str) -> None:
+def test_weights_are_not_to_be_had(name):
     with pytest.raises(ValueError, match="output_attentions: expected False"):
         build(ALL[name], "flashtile")(**make_inputs(ALL[name]), output_attentions=True)
 
@@ -487,19 +485,19 @@ def attention_of(tiny: Tiny) -> tuple[Any, tuple[Any, ...]]:
         (torch.ones(1, 1, 1, 9), {"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q, cu_seq_lens_k: expected"),
     ],
 )
-def test_errors_name_the_argument(mask: Tensor | None, options: dict[str, Any], message: str) -> None:
+def test_errors_name_the_argument(mask, options, message):
     function, arguments = attention_of(ALL["llama"])
     with pytest.raises(ValueError, match=message):
         function(*arguments, mask, **options)
 
 
-def test_windows_of_model_and_mask_must_agree() -> None:
+def test_windows_of_model_and_mask_must_agree():
     function, (layer, *tensors) = attention_of(ALL["mistral"])
     with pytest.raises(ValueError, match="sliding_window: expected that of the config, 5"):
         function(layer, *tensors, torch.ones(2, 4, 1, 9, dtype=torch.uint8), sliding_window=6)
 
 
-def test_padding_and_packed_sequences_exclude_each_other() -> None:
+def test_padding_and_packed_sequences_exclude_each_other():
     inputs, lengths = packed_inputs()
     inputs["attention_mask"] = torch.ones(1, SEQ, dtype=torch.int64)
     inputs["attention_mask"][0, 0] = 0
@@ -523,14 +521,14 @@ def test_padding_and_packed_sequences_exclude_each_other() -> None:
     ],
     ids=str,
 )
-def test_models_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_models_on_a_gpu(name, dtype):
     check(ALL[name], make_inputs(ALL[name], "left"), device="cuda", dtype=dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["mistral", "gemma4", "deepseek-v3"])
-def test_generation_on_a_gpu(name: str, cache: str | None) -> None:
+def test_generation_on_a_gpu(name, cache):
     inputs = {key: value.cuda() for key, value in make_inputs(ALL[name], "left").items()}
     expected = generated(build(ALL[name], "eager").cuda(), inputs)
     actual = generated(build(ALL[name], "flashtile").cuda(), inputs, cache_implementation=cache)

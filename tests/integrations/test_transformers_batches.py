@@ -1,7 +1,5 @@
 """Continuous batching of transformers: requests of different lengths, token for token those of eager attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -43,7 +41,7 @@ def one_by_one(name: str, device: str = "cpu") -> list[list[int]]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch):
     """Names of flashtile's functions as they are called; transformers computes in a thread of its own."""
     found: list[str] = []
 
@@ -61,22 +59,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 # Full attention; a window in all layers; in some, with sinks; in some, with a soft cap.
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt-oss", "gemma2"])
-def test_requests_are_those_of_eager(name: str, calls: list[str]) -> None:
+def test_requests_are_those_of_eager(name, calls):
     assert batched(name, "flashtile") == one_by_one(name)
     assert set(calls) == {"attention_varlen"}
 
 
 @pytest.mark.parametrize("attention", ["paged|eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_requests_are_those_of_transformers_own_batches(name: str, attention: str) -> None:
+def test_requests_are_those_of_transformers_own_batches(name, attention):
     assert batched(name, "flashtile", 4) == batched(name, attention)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("blocks", [4, None], ids=str)
-def test_steps_of_decoding_read_pages(
-    blocks: int | None, padded: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_decoding_read_pages(blocks, padded, calls, monkeypatch):
     if padded:  # as for CUDA graphs: three requests fill up to four
         runner = transformers.generation.continuous_batching.model_runner.ModelRunner
         monkeypatch.setattr(runner, "pad_inputs", property(lambda self: True, lambda self, pads: None), raising=False)
@@ -88,7 +84,7 @@ def test_steps_of_decoding_read_pages(
     assert set(calls) == {"attention_varlen", "attention_with_kv_cache"}
 
 
-def test_any_registered_name_is_batched() -> None:
+def test_any_registered_name_is_batched():
     from flashtile.integrations.transformers import register, unregister
 
     register("tiles", backend="reference")
@@ -96,7 +92,7 @@ def test_any_registered_name_is_batched() -> None:
     unregister("tiles")
 
 
-def test_what_is_not_batched_is_refused() -> None:
+def test_what_is_not_batched_is_refused():
     from flashtile.integrations.transformers.attention import attend
     from flashtile.integrations.transformers.paged import attend_paged, no_mask
 
@@ -114,6 +110,6 @@ def test_what_is_not_batched_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
-def test_requests_on_a_gpu(name: str, graphs: bool) -> None:
+def test_requests_on_a_gpu(name, graphs):
     actual = batched(name, "flashtile", 4, device="cuda", use_cuda_graph=graphs)
     assert actual == one_by_one(name, "cuda")

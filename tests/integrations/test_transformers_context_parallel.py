@@ -1,7 +1,5 @@
 """Models of transformers over shards of sequences: the logits, loss and gradients of one process."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashtile.testing import Size, assert_same, size

@@ -1,7 +1,5 @@
 """Compact masks say what the whole ones of transformers say, and whole ones are made where nothing else is right."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +72,7 @@ def mask_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(mask_arguments())
-def test_compact_masks_say_what_whole_ones_say(arguments: dict[str, Any]) -> None:
+def test_compact_masks_say_what_whole_ones_say(arguments):
     whole = masking_utils.sdpa_mask(
         **{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     )
@@ -89,7 +87,7 @@ def test_compact_masks_say_what_whole_ones_say(arguments: dict[str, Any]) -> Non
 
 @each_case("name", PATTERNS)
 @each_case("padded", [False, True])
-def test_the_usual_calls_are_compact(name: str, padded: bool) -> None:
+def test_the_usual_calls_are_compact(name, padded):
     pattern, causal = PATTERNS[name]
     padding = torch.tensor([[False, True, True, True, True], [True] * 5]) if padded else None
     for q_length, q_offset in ((5, 0), (2, 3)) if causal else ((5, 0),):
@@ -101,7 +99,7 @@ def test_the_usual_calls_are_compact(name: str, padded: bool) -> None:
         assert decoded is not None and (decoded.visible is not None) == padded
 
 
-def test_padding_that_hides_nothing_is_left_out_on_a_cpu() -> None:
+def test_padding_that_hides_nothing_is_left_out_on_a_cpu():
     decoded = compact.decode(make_mask(2, 5, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool)))
     assert decoded is not None and decoded.keys == 5 and decoded.visible is None
 
@@ -115,7 +113,7 @@ def packed(pattern: Any, positions: Tensor, sequence_of_row: Tensor) -> Any:
 
 
 @each_case("name", ["causal", "causal window"])
-def test_packed_sequences_keep_where_they_end(name: str) -> None:
+def test_packed_sequences_keep_where_they_end(name):
     sequence_of_row = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
     pattern = packed(PATTERNS[name][0], positions, sequence_of_row)
@@ -137,7 +135,7 @@ OTHERS = {
 
 
 @each_case("name", OTHERS)
-def test_other_patterns_are_whole(name: str) -> None:
+def test_other_patterns_are_whole(name):
     pattern, options = OTHERS[name]
     mask = make_mask(2, 6, 6, mask_function=pattern, **options)
     row, key = torch.arange(6)[:, None], torch.arange(6)
@@ -145,7 +143,7 @@ def test_other_patterns_are_whole(name: str) -> None:
     assert mask.dtype is torch.bool and torch.equal(mask, expected.expand(2, 1, 6, 6))
 
 
-def test_moving_and_slicing_keep_the_meaning() -> None:
+def test_moving_and_slicing_keep_the_meaning():
     padding = torch.tensor([[False, True, True, True], [True, True, True, False]])
     mask = make_mask(2, 4, 4, attention_mask=padding)
     expected = dense(mask, 4, 4)

@@ -1,7 +1,5 @@
 """Models of transformers with parts whose attention, or whose reading of masks, is their own."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -85,13 +83,13 @@ def hybrid_config() -> Any:
         ("DeepseekVLHybridModel", hybrid_config, "SamVisionAttention"),
     ],
 )
-def test_a_part_whose_attention_is_its_own_is_named(model: str, make_config: Any, own: str) -> None:
+def test_a_part_whose_attention_is_its_own_is_named(model, make_config, own):
     config = make_config()
     with pytest.raises(ValueError, match=f"attn_implementation: expected 'eager' or 'sdpa' for {own}, which is"):
         getattr(transformers, model)._from_config(config, attn_implementation="flashtile")
 
 
-def test_what_can_be_exchanged_of_such_a_model_is() -> None:
+def test_what_can_be_exchanged_of_such_a_model_is():
     model = transformers.SamModel._from_config(sam_config(), attn_implementation="eager")
     images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     check_switched(model, {"pixel_values": images, "input_points": torch.tensor([[[[3.0, 4.0], [20.0, 9.0]]]])})
@@ -103,7 +101,7 @@ def test_what_can_be_exchanged_of_such_a_model_is() -> None:
 
 
 @each_case("padded", [False, True])
-def test_git_adds_its_mask_to_scores(padded: bool) -> None:
+def test_git_adds_its_mask_to_scores(padded):
     model = transformers.GitModel._from_config(git_config(), attn_implementation="eager")
     tokens = torch.arange(3, 3 + 2 * SEQ).view(2, SEQ)
     mask = torch.ones_like(tokens)
@@ -111,7 +109,7 @@ def test_git_adds_its_mask_to_scores(padded: bool) -> None:
     check_switched(model, {"input_ids": tokens, "attention_mask": mask}, mask.bool())
 
 
-def test_informer_wants_no_mask_where_it_hides_nothing() -> None:
+def test_informer_wants_no_mask_where_it_hides_nothing():
     config = config_of(
         "InformerConfig", prediction_length=6, context_length=12, lags_sequence=[1, 2], d_model=16, encoder_layers=2,
         decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
@@ -125,7 +123,7 @@ def test_informer_wants_no_mask_where_it_hides_nothing() -> None:
     })  # fmt: skip
 
 
-def test_gemma4_cuts_the_mask_of_its_audio_into_blocks() -> None:
+def test_gemma4_cuts_the_mask_of_its_audio_into_blocks():
     config = config_of(
         "Gemma4AudioConfig", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, attention_chunk_size=4,
         attention_context_left=5, attention_context_right=0, subsampling_conv_channels=(128, 8), output_proj_dims=16,
@@ -135,7 +133,7 @@ def test_gemma4_cuts_the_mask_of_its_audio_into_blocks() -> None:
     check_switched(model, {"input_features": features, "attention_mask": torch.arange(64) < torch.tensor([[64], [40]])})
 
 
-def test_reading_order_of_documents_adds_its_mask_to_scores() -> None:
+def test_reading_order_of_documents_adds_its_mask_to_scores():
     path = "transformers.models.pp_doclayout_v2"
     models = pytest.importorskip(f"{path}.modeling_pp_doclayout_v2")
     configs = pytest.importorskip(f"{path}.configuration_pp_doclayout_v2")
@@ -156,7 +154,7 @@ def packed_tokens() -> dict[str, Any]:
     return {"input_ids": torch.arange(3, 3 + SEQ)[None], "position_ids": POSITIONS, "use_cache": False}
 
 
-def test_indexers_that_read_the_mask_get_a_whole_one() -> None:
+def test_indexers_that_read_the_mask_get_a_whole_one():
     config = config_of(
         "Qwen4ExpTextConfig", **decoder(), layer_types=["indexed_attention"] * 2, indexer_budget=4,
         indexer_compress_ratio=2, indexer_head_dim=16, indexer_kv_heads=1, indexer_n_heads=4, pad_token_id=0,
@@ -165,7 +163,7 @@ def test_indexers_that_read_the_mask_get_a_whole_one() -> None:
     check_switched(transformers.AutoModel.from_config(config, attn_implementation="eager"), packed_tokens())
 
 
-def test_keys_chosen_by_an_indexer_are_refused_by_name() -> None:
+def test_keys_chosen_by_an_indexer_are_refused_by_name():
     config = config_of(
         "DeepseekV32Config", **decoder(num_key_value_heads=4), moe_intermediate_size=16, q_lora_rank=16,
         kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2,
@@ -178,7 +176,7 @@ def test_keys_chosen_by_an_indexer_are_refused_by_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
-def test_packed_sequences_with_a_position_bias(rows: int) -> None:
+def test_packed_sequences_with_a_position_bias(rows):
     config = config_of("InklingTextConfig", **decoder(num_key_value_heads=4), pad_token_id=0)
     model = transformers.AutoModel.from_config(config, attn_implementation="eager")
     inputs = packed_tokens()

@@ -1,7 +1,5 @@
 """Models of transformers over prefix trees: losses and gradients of the sequences one by one."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,6 @@ from support.models.transformers_cases import (
     READERS,
     VOCABULARY,
     Float64,
-    Tiny,
     build,
     decoder,
     transformers,
@@ -71,7 +68,7 @@ def one_by_one(model: Any, tree: PrefixTree) -> dict[str, Tensor]:
     ],
     ids=str,
 )
-def test_losses_and_gradients_are_those_of_single_sequences(name: str, dtype: torch.dtype) -> None:
+def test_losses_and_gradients_are_those_of_single_sequences(name, dtype):
     tree, model = make_tree(), build(LANGUAGE[name], "flashtile", dtype)
     logits = model(**prefix_tree_inputs(model, tree)).logits
     actual = results(model, tree.unpack(tree.log_probs(logits)))
@@ -85,7 +82,7 @@ def test_losses_and_gradients_are_those_of_single_sequences(name: str, dtype: to
         assert_close(key, value, oracle[key], expected[key], Size(largest, largest) if key[:2] == "d " else Size())
 
 
-def test_the_logits_need_not_be_in_memory() -> None:
+def test_the_logits_need_not_be_in_memory():
     tree, model = make_tree(), build(LANGUAGE["llama"], "flashtile")
     inputs = prefix_tree_inputs(model, tree)
     hidden = model.model(**inputs).last_hidden_state
@@ -101,12 +98,12 @@ def test_the_logits_need_not_be_in_memory() -> None:
                                                                   "rope_theta": 10000.0})),
          "flashtile", ValueError, "expected rotary embeddings of fixed frequencies"),
     ])  # fmt: skip
-def test_models_that_cannot_take_trees_are_named(tiny: Tiny, attention: str, error: Any, message: str) -> None:
+def test_models_that_cannot_take_trees_are_named(tiny, attention, error, message):
     with pytest.raises(error, match=message):
         prefix_tree_inputs(build(tiny, attention), make_tree())
 
 
-def test_a_tree_and_its_mask_belong_together() -> None:
+def test_a_tree_and_its_mask_belong_together():
     model = build(ALL["mistral"], "flashtile")
     inputs = prefix_tree_inputs(model, make_tree())
     for name in ("prefix_tree", "attention_mask"):

@@ -6,9 +6,7 @@ import json
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ PROMPTS = ["one two three", "five", "eight seven six five four three two one"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A tiny Llama and a tokenizer of words, saved."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -42,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def address(registered: None) -> Iterator[str]:  # noqa: F811
+def address(registered):  # noqa: F811
     from transformers.cli.serve import Serve
 
     with socket.socket() as taken:
@@ -60,7 +58,7 @@ def address(registered: None) -> Iterator[str]:  # noqa: F811
     server.kill_server()
 
 
-def test_answers_are_those_of_generate(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_those_of_generate(folder, address, monkeypatch):
     calls = []
     ours = flashtile.attention_varlen
     monkeypatch.setattr(flashtile, "attention_varlen", lambda *a, **o: (calls.append(1), ours(*a, **o))[1])

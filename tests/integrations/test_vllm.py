@@ -59,7 +59,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", _CHANGES)
-def test_a_batch_is_its_requests(name: str) -> None:
+def test_a_batch_is_its_requests(name):
     change = _CHANGES[name]
     batch, table = _metadata()
     impl = plugin.FlashtileBackend.get_impl_cls()(HEADS, HEAD, 0.3, HEADS_KV, **change)
@@ -97,7 +97,7 @@ def test_a_batch_is_its_requests(name: str) -> None:
     assert not output[start:].any(), "rows of no request"
 
 
-def test_encoders_have_no_cache() -> None:
+def test_encoders_have_no_cache():
     batch, _ = _metadata(causal=False)
     impl = plugin.FlashtileImpl(HEADS, HEAD, 0.3, HEADS_KV, attn_type=AttentionType.ENCODER_ONLY)
     q, k, v = (_normal(PADDED, heads, HEAD, seed=seed) for seed, heads in ((2, HEADS), (3, HEADS_KV), (4, HEADS_KV)))
@@ -105,7 +105,7 @@ def test_encoders_have_no_cache() -> None:
     assert_same(out[:9], flashtile.attention(q[None, :9], k[None, :9], v[None, :9], scale=0.3, backend="reference")[0])
 
 
-def test_attention_in_chunks_by_vllms_own_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_chunks_by_vllms_own_metadata(monkeypatch):
     """Llama 4: vLLM cuts requests into chunks, more than there are requests."""
     monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
     chunks = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
@@ -131,7 +131,7 @@ def test_attention_in_chunks_by_vllms_own_metadata(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
-def test_keys_of_an_encoder_by_vllms_own_metadata(cache_dtype: str) -> None:
+def test_keys_of_an_encoder_by_vllms_own_metadata(cache_dtype):
     """Two requests begin and bring an encoder's rows; one goes on with rows that are there."""
     cross = pytest.importorskip("vllm.model_executor.layers.attention.cross_attention")
     backend = cross.create_cross_attention_backend(plugin.FlashtileBackend)
@@ -172,7 +172,7 @@ def test_keys_of_an_encoder_by_vllms_own_metadata(cache_dtype: str) -> None:
         assert_same(output[part], flashtile.attention(q[None, part], *rows, scale=0.3, backend="reference")[0])
 
 
-def test_batch_invariance_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_that_of_the_cache(monkeypatch):
     """A request has the same bits alone, in a batch of one call, and whatever is in the other pages."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     impl = plugin.FlashtileBackend.get_impl_cls()(HEADS, HEAD, 0.3, HEADS_KV)
@@ -195,7 +195,7 @@ def test_batch_invariance_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(together[first : first + COUNTS[2]], single)
 
 
-def test_what_vllm_asks_and_does_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vllm_asks_and_does_before_serving(monkeypatch):
     for _ in range(2):  # vLLM asks plug-ins to bear it
         plugin.register()
     backend = AttentionBackendEnum[plugin.NAME].get_class()

@@ -49,7 +49,7 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize(("queries", "causal"), [(1, True), (3, True), (3, False)])
-def test_requests_that_decode_are_requests_alone(cache: str, queries: int, causal: bool) -> None:
+def test_requests_that_decode_are_requests_alone(cache, queries, causal):
     table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(3, -1).int()
     rows = _normal(PAGES, PAGE, LATENT + ROTATED, seed=1)
     given, factor = rows, 1.0
@@ -77,7 +77,7 @@ def test_requests_that_decode_are_requests_alone(cache: str, queries: int, causa
         assert_same(lse[own], expected_lse[0].T.contiguous())
 
 
-def test_prompts_are_prompts_alone() -> None:
+def test_prompts_are_prompts_alone():
     """New tokens among themselves, and to rows before them, merged by their lse as vLLM does."""
     backend = vllm_mla.FlashtileMLAPrefill(
         num_heads=HEADS, scale=0.1, kv_lora_rank=LATENT, qk_nope_head_dim=128, qk_rope_head_dim=ROTATED, v_head_dim=128,
@@ -103,7 +103,7 @@ def test_prompts_are_prompts_alone() -> None:
         assert_same(merged[own], expected)
 
 
-def test_what_vllm_asks() -> None:
+def test_what_vllm_asks():
     vllm.register()
     backend = AttentionBackendEnum[vllm.MLA_NAME].get_class()
     assert backend is vllm_mla.FlashtileMLABackend and backend.is_mla()

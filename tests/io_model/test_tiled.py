@@ -136,7 +136,7 @@ def test_what_no_kernel_serves_is_refused():
         io_model.Cut("forward", "triton", 0, 64)
 
 
-def test_split_keys_are_read_once_for_the_heads_of_a_group() -> None:
+def test_split_keys_are_read_once_for_the_heads_of_a_group():
     """A few queries: keys and values cross the caches once, where a program for each head asks for them four times."""
     shape = io_model.Shape(1, 32, 1, 128, seq_k=8192, heads_kv=8)
     asked = {}

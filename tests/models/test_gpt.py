@@ -199,7 +199,7 @@ def test_more_mistakes_are_explained():
 
 
 @each_case("config", [GPTConfig, BertConfig])
-def test_sizes_are_numbers(config: type[GPTConfig] | type[BertConfig]) -> None:
+def test_sizes_are_numbers(config):
     for name in ("context", "layers", "heads", "width", "vocabulary", "hidden"):
         for wrong in (2.0, "2", True):
             with pytest.raises(TypeError, match=f"{name}: expected an int, got {wrong!r}"):

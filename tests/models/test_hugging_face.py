@@ -1,8 +1,6 @@
 """The models against those of transformers with the same random weights: logits and gradients by the tolerance policy;
 state dicts there and back; what is not supported is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

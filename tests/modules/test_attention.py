@@ -1,7 +1,5 @@
 """Attention modules: each call is the plain computation; options, packing, dropout in training only."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 import pytest

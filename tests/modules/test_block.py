@@ -1,7 +1,5 @@
 """Blocks equal the composition of plain dropout, addition and norm, forward and gradients, in every order of norms."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

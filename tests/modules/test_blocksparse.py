@@ -1,7 +1,5 @@
 """Block-sparse attention under the original's names, against dense attention with the mask written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ def _dense(layout: Tensor, length: int) -> Tensor:
 
 @pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_function_is_dense_attention_of_each_sequence(causal: bool, head_dim: int) -> None:
+def test_packed_function_is_dense_attention_of_each_sequence(causal, head_dim):
     layout = _Layout().make_layout(LONGEST)
     tail = 2  # tokens of no sequence
     qkv = torch.randn(sum(LENGTHS) + tail, 3, 2, head_dim, dtype=torch.float64, requires_grad=True)
@@ -54,7 +52,7 @@ def test_packed_function_is_dense_attention_of_each_sequence(causal: bool, head_
 
 
 @each_case("config", [_Layout(), patterns.butterfly, lambda length: patterns.fixed(length, 32)])
-def test_module_attends_within_its_mask(config: Any) -> None:
+def test_module_attends_within_its_mask(config):
     module = FlashBlocksparseAttention(config, softmax_scale=0.3)
     qkv = torch.randn(2, LONGEST, 3, 2, 16)
     keep = torch.arange(LONGEST) < torch.tensor([[LONGEST], [200]])
@@ -69,7 +67,7 @@ def test_module_attends_within_its_mask(config: Any) -> None:
 
 
 @each_case("config", [_Layout(), patterns.butterfly])
-def test_a_mask_made_in_inference_mode_serves_training(config: Any) -> None:
+def test_a_mask_made_in_inference_mode_serves_training(config):
     module = FlashBlocksparseAttention(config)
     qkv = torch.randn(1, LONGEST, 3, 2, 16, requires_grad=True)
     with torch.inference_mode():
@@ -78,7 +76,7 @@ def test_a_mask_made_in_inference_mode_serves_training(config: Any) -> None:
     assert qkv.grad is not None and qkv.grad.any()
 
 
-def test_module_takes_packed_sequences() -> None:
+def test_module_takes_packed_sequences():
     module = FlashBlocksparseAttention(_Layout()).eval()
     qkv = torch.randn(sum(LENGTHS), 3, 2, 16)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -87,7 +85,7 @@ def test_module_takes_packed_sequences() -> None:
     assert_same(out, expected)
 
 
-def test_dropout_in_training_only() -> None:
+def test_dropout_in_training_only():
     module = FlashBlocksparseAttention(patterns.causal, attention_dropout=0.5)
     qkv = torch.randn(1, 64, 3, 1, 8)
     assert not torch.equal(module(qkv)[0], module(qkv)[0])
@@ -95,7 +93,7 @@ def test_dropout_in_training_only() -> None:
     assert torch.equal(module(qkv)[0], module(qkv)[0])
 
 
-def test_multi_head_attention_learns() -> None:
+def test_multi_head_attention_learns():
     module = FlashBlocksparseMHA(32, 4, patterns.butterfly, causal=True)
     assert set(module.state_dict()) == {"Wqkv.weight", "Wqkv.bias", "out_proj.weight", "out_proj.bias"}
     x = torch.randn(2, 100, 32, requires_grad=True)
@@ -126,7 +124,7 @@ def test_multi_head_attention_learns() -> None:
         ),
     ],
 )
-def test_errors(call: Any, words: str) -> None:
+def test_errors(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 

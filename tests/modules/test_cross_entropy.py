@@ -1,7 +1,5 @@
 """The loss modules: PyTorch's names and results; they do what the functions do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ _OPTIONS: list[dict[str, Any]] = [
 
 
 @each_case("options", _OPTIONS)
-def test_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
+def test_in_the_place_of_pytorch(options):
     input, target = torch.randn(7, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 2, 0])
     loss, expected = CrossEntropyLoss(**options)(input, target), nn.CrossEntropyLoss(**options)(input, target)
     assert_same(loss, expected)
@@ -29,7 +27,7 @@ def test_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     assert_same(*grads)
 
 
-def test_more_options() -> None:
+def test_more_options():
     input, target = torch.randn(2, 7, 5, requires_grad=True), torch.randint(5, (2, 7))
     options: dict[str, Any] = {"logit_scale": 0.5, "lse_square_scale": 0.1, "return_z_loss": True}
     module = CrossEntropyLoss(**options, inplace_backward=True)
@@ -43,7 +41,7 @@ def test_more_options() -> None:
     assert repr(module) == f"CrossEntropyLoss({described})"
 
 
-def test_options_may_change() -> None:
+def test_options_may_change():
     input, target = torch.randn(7, 5), torch.randint(5, (7,))
     module = CrossEntropyLoss(label_smoothing=0.3)
     module.label_smoothing = 0.0
@@ -51,7 +49,7 @@ def test_options_may_change() -> None:
     assert repr(module) == "CrossEntropyLoss()"
 
 
-def test_class_weights_are_a_buffer_and_scores_capped() -> None:
+def test_class_weights_are_a_buffer_and_scores_capped():
     input, layer, target = torch.randn(2, 7, 4), nn.Linear(4, 9), torch.randint(9, (2, 7))
     weights = torch.rand(9)
     module = CrossEntropyLoss(weights, softcap=2.0)
@@ -64,7 +62,7 @@ def test_class_weights_are_a_buffer_and_scores_capped() -> None:
 
 
 @each_case("bias", [False, True])
-def test_linear(bias: bool) -> None:
+def test_linear(bias):
     input, layer, target = torch.randn(2, 7, 4), nn.Linear(4, 9, bias=bias), torch.randint(9, (2, 7))
     options: dict[str, Any] = {"label_smoothing": 0.1, "ignore_index": 3}
     module = LinearCrossEntropyLoss(**options)

@@ -1,7 +1,5 @@
 """Multi-head attention: each of its options is the plain computation, alone and together; caches, masks, mistakes."""
 
-from __future__ import annotations
-
 import copy
 from itertools import accumulate, pairwise
 from typing import Any
@@ -223,7 +221,7 @@ def test_compiles_whole(options):
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
 @pytest.mark.parametrize("compiles", [False, True], ids=["export", "compile"])
-def test_batches_and_masks_that_depend_on_data(compiles: bool) -> None:
+def test_batches_and_masks_that_depend_on_data(compiles):
     class OfChosen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -359,7 +357,7 @@ def test_mistakes_are_explained():
         make(causal=True)(x, cache=cache())
 
 
-def test_sizes_are_numbers() -> None:
+def test_sizes_are_numbers():
     with pytest.raises(TypeError, match=r"capacity: expected an int, got 8\.0"):
         KVCache(2, 8.0, HEADS, D)
     with pytest.raises(ValueError, match="batch: expected at least 0, got -1"):
@@ -391,6 +389,6 @@ def test_sizes_are_numbers() -> None:
         (lambda: FlashCrossAttention()(X, X, is_causal=True), "no argument is_causal; it is called causal$"),
     ],
 )
-def test_names_of_other_libraries_lead_to_those_of_the_modules(make_or_call: Any, message: str) -> None:
+def test_names_of_other_libraries_lead_to_those_of_the_modules(make_or_call, message):
     with pytest.raises(TypeError, match=message):
         make_or_call()

@@ -1,9 +1,5 @@
 """The perceptron modules: keys, defaults and results; buffers of gradients by switch only."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +17,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 @each_case("options", [{}, {"bias": False}, {"dtype": torch.float64}])
-def test_dense_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
+def test_dense_in_the_place_of_pytorch(options):
     ours, theirs = FusedDense(6, 4, **options), nn.Linear(6, 4, **options)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 5, 6, dtype=options.get("dtype", torch.float32))
@@ -30,7 +26,7 @@ def test_dense_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
 
 
 @each_case("module", [Mlp, GatedMlp, FusedMlp])
-def test_keys_shapes_and_defaults(module: type) -> None:
+def test_keys_shapes_and_defaults(module):
     made = module(12)
     shapes = {name: tuple(value.shape) for name, value in made.state_dict().items()}
     hidden = 128 if module is GatedMlp else 48
@@ -43,19 +39,19 @@ def test_keys_shapes_and_defaults(module: type) -> None:
     assert small(torch.randn(2, 3, 12, dtype=torch.float64)).shape == (2, 3, 5)
 
 
-def test_hidden_features_of_gates_are_rounded_up() -> None:
+def test_hidden_features_of_gates_are_rounded_up():
     assert GatedMlp(100).fc1.weight.shape == (768, 100)  # 266, to 384
     assert GatedMlp(100, 129, multiple_of=64).fc2.weight.shape == (100, 192)
     assert FusedMlp(100, gated=True).fc1.weight.shape == (768, 100)
     assert FusedMlp(100, 130, gated=True).fc1.weight.shape == (260, 100)
 
 
-def test_mlp_takes_any_activation() -> None:
+def test_mlp_takes_any_activation():
     x, module = torch.randn(2, 3, 6), Mlp(6, 10, activation=torch.sin)
     assert_same(module(x), module.fc2(torch.sin(module.fc1(x))))
 
 
-def test_gates_are_the_second_half() -> None:
+def test_gates_are_the_second_half():
     x, module = torch.randn(2, 3, 6), GatedMlp(6, 10, multiple_of=1)
     assert_same(module(x), module.fc2(F.glu(module.fc1(x))))
 
@@ -70,7 +66,7 @@ def test_gates_are_the_second_half() -> None:
         ("gelu", GatedMlp(6, 10, 4, activation=F.gelu, multiple_of=1)),
     ],
 )
-def test_fused_is_plain(name: str, plain: nn.Module, level: int) -> None:
+def test_fused_is_plain(name, plain, level):
     fused = FusedMlp(6, 10, 4, activation=name, gated=isinstance(plain, GatedMlp), checkpoint_level=level)
     fused.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 6, requires_grad=True)
@@ -80,7 +76,7 @@ def test_fused_is_plain(name: str, plain: nn.Module, level: int) -> None:
     assert_same(*grads)
 
 
-def test_buffers_of_gradients_by_switch_only() -> None:
+def test_buffers_of_gradients_by_switch_only():
     x = torch.randn(5, 6)
     dense, mlp = FusedDense(6, 4, accumulate_main_grad=True), FusedMlp(6, 10, accumulate_main_grad=True)
     weights = [dense.weight, mlp.fc1.weight, mlp.fc2.weight]
@@ -103,14 +99,14 @@ def test_buffers_of_gradients_by_switch_only() -> None:
     assert plain.weight.grad is not None and torch.equal(before, dense.weight.main_grad)
 
 
-def test_frozen_weights_need_no_buffer() -> None:
+def test_frozen_weights_need_no_buffer():
     mlp = FusedMlp(6, 10, accumulate_main_grad=True).requires_grad_(False)
     assert mlp(torch.randn(5, 6, requires_grad=True)).requires_grad
     with torch.no_grad():
         assert FusedDense(6, 4, accumulate_main_grad=True)(torch.randn(5, 6)).shape == (5, 4)
 
 
-def test_autocast_of_wide_parameters() -> None:
+def test_autocast_of_wide_parameters():
     x, mlp = torch.randn(5, 6), FusedMlp(6, 10, gated=True, activation="silu")
     for weight in (mlp.fc1.weight, mlp.fc2.weight):
         weight.main_grad = torch.zeros_like(weight)
@@ -132,7 +128,7 @@ class Adapted(nn.Linear):
 
 @each_case("level", [0, 1, 2])
 @each_case("kind", ["subclass", "wrapped", "hook"])
-def test_fused_mlp_calls_layers_that_do_more_than_a_linear_layer(kind: str, level: int) -> None:
+def test_fused_mlp_calls_layers_that_do_more_than_a_linear_layer(kind, level):
     module = FusedMlp(6, 10, gated=True, activation="squared_relu", checkpoint_level=level)
     if kind == "hook":
         module.fc2.register_forward_hook(lambda layer, given, out: out + 1)
@@ -152,7 +148,7 @@ def test_fused_mlp_calls_layers_that_do_more_than_a_linear_layer(kind: str, leve
 
 
 @each_case("activation", ["gelu_tanh", "gelu", "relu", "squared_relu", "silu"])
-def test_layers_that_are_called_have_the_same_activation(activation: str) -> None:
+def test_layers_that_are_called_have_the_same_activation(activation):
     module, x = FusedMlp(6, 10, activation=activation), torch.randn(2, 6)
     expected = module(x)
     module.fc1.register_forward_pre_hook(lambda layer, given: None)
@@ -162,7 +158,7 @@ def test_layers_that_are_called_have_the_same_activation(activation: str) -> Non
         module(x)
 
 
-def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:
+def test_fused_mlp_takes_parametrized_and_fused_layers():
     module, x = FusedMlp(6, 10), torch.randn(2, 6)
     module.fc2 = FusedDense(10, 6)
     nn.utils.parametrizations.weight_norm(module.fc1)
@@ -173,7 +169,7 @@ def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:
 
 
 @each_case("kind", [Mlp, GatedMlp, FusedMlp])
-def test_sizes_are_numbers(kind: Any) -> None:
+def test_sizes_are_numbers(kind):
     with pytest.raises(TypeError, match=r"in_features: expected an int, got 8\.0"):
         kind(8.0, 16)
     with pytest.raises(ValueError, match="out_features: expected at least 0, got -3"):

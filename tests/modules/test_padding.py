@@ -1,7 +1,5 @@
 """Unpadding: the rows that a mask keeps, and back; each is the gradient of the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,7 +90,7 @@ def test_compiles_whole_with_a_known_total():
     assert torch.equal(x.grad, 2.0 * mask[..., None].expand(3, 5, 4))
 
 
-def test_exports_with_a_batch_that_depends_on_data() -> None:
+def test_exports_with_a_batch_that_depends_on_data():
     class ThereAndBack(torch.nn.Module):
         def forward(self, chosen: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             x, mask = x[chosen], mask[chosen.clone()]  # of two sizes to PyTorch

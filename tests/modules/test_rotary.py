@@ -1,7 +1,5 @@
 """The rotary module: its tables are cached and grow; it does what the functions do."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -15,7 +13,7 @@ from support.running.each_case import each_case
 
 
 @each_case("scale_base", [None, 512.0])
-def test_is_the_functions(scale_base: float | None) -> None:
+def test_is_the_functions(scale_base):
     qkv = torch.randn(2, 7, 3, 4, 16)
     module = RotaryEmbedding(16, scale_base=scale_base)
     cos, sin = flashtile.rotary_tables(9, 16)
@@ -29,7 +27,7 @@ def test_is_the_functions(scale_base: float | None) -> None:
     assert_same(torch.cat((q[:, :, None], kv), dim=2), expected)
 
 
-def test_tables_are_made_once_and_grow() -> None:
+def test_tables_are_made_once_and_grow():
     module = RotaryEmbedding(16)
     with torch.inference_mode():
         module(torch.randn(1, 20, 3, 2, 16))
@@ -41,7 +39,7 @@ def test_tables_are_made_once_and_grow() -> None:
     assert leaf.grad is not None and not module.state_dict()
 
 
-def test_tables_of_a_fake_call_are_not_kept() -> None:
+def test_tables_of_a_fake_call_are_not_kept():
     """Such a call asks for shapes alone: the next one must find angles."""
     qkv = torch.randn(1, 5, 3, 2, 16)
     module, expected = RotaryEmbedding(16), RotaryEmbedding(16)(qkv.clone())
@@ -51,7 +49,7 @@ def test_tables_of_a_fake_call_are_not_kept() -> None:
 
 
 @each_case("scale_base", [None, 512.0])
-def test_tables_of_a_transformed_call_are_not_kept(scale_base: float | None) -> None:
+def test_tables_of_a_transformed_call_are_not_kept(scale_base):
     """Under torch.func.grad they are wrapped for it: the module could not be copied afterwards."""
     qkv = torch.randn(1, 5, 3, 2, 16)
     module = RotaryEmbedding(16, scale_base=scale_base)
@@ -59,7 +57,7 @@ def test_tables_of_a_transformed_call_are_not_kept(scale_base: float | None) -> 
     assert_same(copy.deepcopy(module)(qkv.clone()), module(qkv.clone()))
 
 
-def test_offsets_in_a_tensor_need_a_length() -> None:
+def test_offsets_in_a_tensor_need_a_length():
     module, offsets = RotaryEmbedding(16), torch.tensor([3, 5])
     x = torch.randn(2, 4, 3, 2, 16)
     with pytest.raises(ValueError, match="max_seqlen: expected an int together with offsets in a tensor"):
@@ -69,7 +67,7 @@ def test_offsets_in_a_tensor_need_a_length() -> None:
     assert_same(module(x.clone(), seqlen_offset=offsets, max_seqlen=9), expected)
 
 
-def test_scaling() -> None:
+def test_scaling():
     scaling = flashtile.RotaryScaling("yarn", 4.0, original_length=16)
     x = torch.randn(1, 30, 3, 2, 16)
     cos, sin = flashtile.rotary_tables(30, 16, scaling=scaling)
@@ -78,7 +76,7 @@ def test_scaling() -> None:
 
 
 @each_case("replaced", [False, True])
-def test_tables_follow_the_frequencies(replaced: bool) -> None:
+def test_tables_follow_the_frequencies(replaced):
     x = torch.randn(1, 9, 3, 2, 16)
     module = RotaryEmbedding(16)
     before = module(x.clone())
@@ -95,7 +93,7 @@ def test_tables_follow_the_frequencies(replaced: bool) -> None:
     assert torch.equal(copy.deepcopy(module)(x.clone()), expected)
 
 
-def test_a_compiled_graph_follows_replaced_frequencies() -> None:
+def test_a_compiled_graph_follows_replaced_frequencies():
     torch._dynamo.reset()
     x, module = torch.randn(1, 9, 3, 2, 16), RotaryEmbedding(16)
     compiled = torch.compile(lambda x: module(x * 1), fullgraph=True, backend="aot_eager")
@@ -105,7 +103,7 @@ def test_a_compiled_graph_follows_replaced_frequencies() -> None:
     torch._dynamo.reset()
 
 
-def test_frequencies_survive_casts_and_the_meta_device() -> None:
+def test_frequencies_survive_casts_and_the_meta_device():
     x, expected = torch.randn(1, 9, 3, 2, 16), RotaryEmbedding(16)
     changed = RotaryEmbedding(16)
     changed.inv_freq.mul_(0.5)

@@ -1,7 +1,5 @@
 """Several gradients in one backward, as `torch.autograd.functional.jacobian(vectorize=True)` asks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -77,7 +75,7 @@ CALLS: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @each_case("name", CALLS)
-def test_several_gradients_are_those_of_one_after_another(name: str) -> None:
+def test_several_gradients_are_those_of_one_after_another(name):
     call, shapes = CALLS[name]
     generator = torch.Generator().manual_seed(0)
     arguments = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -93,7 +91,7 @@ def test_several_gradients_are_those_of_one_after_another(name: str) -> None:
             assert_same(several[place], one)
 
 
-def test_a_sum_in_place_takes_one_gradient() -> None:
+def test_a_sum_in_place_takes_one_gradient():
     weight = torch.randn(3, 5, requires_grad=True)
     out = flashtile.fused_dense(torch.randn(4, 5), weight, main_grad=torch.zeros(3, 5))
     with pytest.raises(ValueError, match="main_grad: expected None under is_grads_batched=True"):

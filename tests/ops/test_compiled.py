@@ -1,7 +1,5 @@
 """Each function in one graph with dynamic shapes and numbers, and called with a second size and a second number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -106,7 +104,7 @@ def results(call: Call, leaves: list[Tensor], size: int, number: float) -> list[
 
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "default"])
 @pytest.mark.parametrize("name", CALLS)
-def test_second_size_and_number(name: str, dynamic: bool | None) -> None:
+def test_second_size_and_number(name, dynamic):
     call, shapes = CALLS[name]
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +115,7 @@ def test_second_size_and_number(name: str, dynamic: bool | None) -> None:
 
 @pytest.mark.slow  # five to ten seconds of sizes as symbols
 @pytest.mark.parametrize("options", [{"positions": "rotary"}, {"positions": "learned"}, {"parallel": True}], ids=str)
-def test_model_of_dynamic_length(options: dict) -> None:
+def test_model_of_dynamic_length(options):
     config = GPTConfig(vocabulary=20, context=16, layers=1, heads=2, width=8, **options)
     model = GPT(config)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -127,7 +125,7 @@ def test_model_of_dynamic_length(options: dict) -> None:
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
-def test_numbers_that_are_not_finite(number: float) -> None:
+def test_numbers_that_are_not_finite(number):
     x = torch.ones(2, 3)
     for call in (
         lambda: flashtile.scaled_causal_softmax(x, number),

@@ -1,7 +1,5 @@
 """How operators present themselves to PyTorch's compiler."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -14,9 +12,7 @@ from flashtile.testing import assert_same
 
 
 @pytest.mark.parametrize("writes_graphs_out", [False, True])
-def test_inductor_makes_lowerings_without_writing_the_graph_out(
-    writes_graphs_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inductor_makes_lowerings_without_writing_the_graph_out(writes_graphs_out, monkeypatch):
     """A named operator gets a lowering without the log that takes exponential time in deep models."""
     from torch._inductor import lowering  # which takes a second
 
@@ -38,7 +34,7 @@ def _negative_view(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.interpreter
-def test_interpreted_views_that_negate_stand_for_their_numbers() -> None:
+def test_interpreted_views_that_negate_stand_for_their_numbers():
     q, bias = torch.randn(1, 20, 2, 1), torch.randn(20, 20)
 
     def run(q: torch.Tensor, dout: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
@@ -52,7 +48,7 @@ def test_interpreted_views_that_negate_stand_for_their_numbers() -> None:
 
 
 @pytest.mark.interpreter
-def test_interpreted_backward_from_results_that_a_collective_is_bringing() -> None:
+def test_interpreted_backward_from_results_that_a_collective_is_bringing():
     q = torch.randn(1, 20, 2, 16)
     out, lse = flashtile.attention(q, q, q, return_lse=True, backend="triton")
     expected = flashtile.attention_backward(q, q, q, q, out, lse, backend="triton")

@@ -3,8 +3,6 @@
 Tensors are on the meta device, which has sizes and strides and no memory, and what is launched is written down.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -60,7 +58,7 @@ def _types_of(source: KernelSource) -> Iterator[str]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def launched(monkeypatch):
     """Names of the kernels that were launched; fails where a number does not fit."""
     _LAUNCHED.clear()
 
@@ -118,7 +116,7 @@ def _side(rows: int, **changes: Any) -> SideInputs:
 @pytest.mark.parametrize("form", _ATTENTION)
 @pytest.mark.parametrize("window", [(None, None), (64, 0)], ids=["full", "window"])
 @pytest.mark.parametrize("backend", [triton, hopper], ids=["triton", "hopper"])
-def test_attention(backend: Any, window: tuple[int | None, int | None], form: str, launched: list[str]) -> None:
+def test_attention(backend, window, form, launched):
     shape, strides = _ATTENTION[form]
     if backend is hopper and form == "narrow":  # of all rows the sums of dq, 64 columns each, would be 256 GiB
         shape = (2, *shape[1:])
@@ -129,7 +127,7 @@ def test_attention(backend: Any, window: tuple[int | None, int | None], form: st
 
 
 @pytest.mark.parametrize("backend", [triton, hopper], ids=["triton", "hopper"])
-def test_packed_attention(backend: Any, launched: list[str]) -> None:
+def test_packed_attention(backend, launched):
     shape, strides = _PACKED
     lengths = _meta(1001, dtype=torch.int64)
     side = SideInputs(lengths, lengths, shape[0], shape[0])
@@ -138,7 +136,7 @@ def test_packed_attention(backend: Any, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("backend", [triton, hopper], ids=["triton", "hopper"])
-def test_attention_with_a_block_mask(backend: Any, launched: list[str]) -> None:
+def test_attention_with_a_block_mask(backend, launched):
     shape, _ = _ATTENTION["batch"]
     patterns = 1000
     lists, tile_masks = _meta(2**31 - 4, dtype=torch.int32), _meta(patterns, 128, 128, dtype=torch.uint8)
@@ -158,7 +156,7 @@ _TABLES = {
 
 
 @pytest.mark.parametrize("name", _TABLES)
-def test_attention_with_tables(name: str, launched: list[str]) -> None:
+def test_attention_with_tables(name, launched):
     """With everything beside them that the portable kernels alone have. A scalar bias is shared by 2³¹ tiles."""
     shape, strides = _TABLES[name]
     rows = 2**20 if name == "scalar" else 2**16
@@ -174,7 +172,7 @@ def test_attention_with_tables(name: str, launched: list[str]) -> None:
     assert launched[3:] == ["attention_dbias_kernel", *sums]
 
 
-def test_column_sums(launched: list[str]) -> None:
+def test_column_sums(launched):
     shape, _ = _ATTENTION["batch"]
     triton.column_sums(
         _meta(*shape), _meta(*shape), _meta(3, _HEADS, shape[1]).float(), _side(shape[1]), AttentionSpec(1.0)
@@ -184,7 +182,7 @@ def test_column_sums(launched: list[str]) -> None:
 
 @pytest.mark.parametrize("backend", [triton, hopper], ids=["triton", "hopper"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_attention_of_8_bits(packed: bool, backend: Any, launched: list[str]) -> None:
+def test_attention_of_8_bits(packed, backend, launched):
     if packed:
         tensor, side = _meta(2**26, 8, _D, dtype=FP8, strides=(2**34, 2**32, 1)), _side(2**26)
         lengths = _meta(3, dtype=torch.int32)
@@ -203,7 +201,7 @@ def test_attention_of_8_bits(packed: bool, backend: Any, launched: list[str]) ->
 
 
 @pytest.mark.parametrize("keys", [2**26, 2**29])
-def test_few_queries_of_many_keys(keys: int, launched: list[str]) -> None:
+def test_few_queries_of_many_keys(keys, launched):
     q, k = _meta(2, 3, 16, _D), _meta(2, keys, 2, _D)
     side = _side(keys, alibi_slopes=_meta(2, 16).float(), sinks=_meta(16).float())
     split.forward(q, k, k, side, AttentionSpec(1.0, 2**30, 0))
@@ -211,7 +209,7 @@ def test_few_queries_of_many_keys(keys: int, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["whole", "pages"])
-def test_attention_over_a_cache(paged: bool, launched: list[str]) -> None:
+def test_attention_over_a_cache(paged, launched):
     q, new, table = _meta(2, 4, 16, _D), _meta(2, 4, 2, _D, strides=(2**33, 2**32, _D, 1)), None
     cache = _meta(2, 2**25, 2, _D)
     if paged:
@@ -223,7 +221,7 @@ def test_attention_over_a_cache(paged: bool, launched: list[str]) -> None:
     assert launched == ["append_kernel", "attend_kernel", "combine_kernel"]
 
 
-def test_softmax(launched: list[str]) -> None:
+def test_softmax(launched):
     x, mask = _meta(8, 32, 2**14, 2**14), _meta(8, 1, 2**14, 2**14, dtype=torch.bool, strides=(2**33, 1, 2**32, 1))
     out = softmax.forward(SoftmaxInputs(x, mask.expand(x.shape)), SoftmaxSpec(1.0, True))
     softmax.backward(SoftmaxGradient(x, out), SoftmaxSpec(1.0, True))
@@ -231,7 +229,7 @@ def test_softmax(launched: list[str]) -> None:
     assert launched == ["softmax_forward_kernel", "softmax_backward_kernel", "softmax_forward_kernel"]
 
 
-def test_merge(launched: list[str]) -> None:
+def test_merge(launched):
     acc = _meta(3, 2**21, 64, _D, dtype=torch.float32)
     row_max, lse = (
         _meta(3, 64, 2**21, dtype=torch.float32),
@@ -244,7 +242,7 @@ def test_merge(launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("rows, width", [(2**24, 4096), (2**16, 65536), (2**31 - 2**16, 3)])
-def test_norms(rows: int, width: int, launched: list[str]) -> None:
+def test_norms(rows, width, launched):
     x, weight = _meta(rows, width, strides=(2**32, 1)), _meta(width)
     spec = norms.NormSpec(False, 1e-5, 0.1, 1.0, False, torch.float32, rows)
     seed, residual = _meta(2, dtype=torch.int64), _meta(rows, width, dtype=torch.float32, strides=(2**33, 1))
@@ -256,14 +254,14 @@ def test_norms(rows: int, width: int, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_rotary(inplace: bool, launched: list[str]) -> None:
+def test_rotary(inplace, launched):
     x, angles = _meta(3, 2**20, 96, _D, strides=(2**40, 2**33, _D, 1)), _meta(2**21, 32, strides=(2**32, 1))
     rotary.forward(Rotation(x, angles, angles, angles, angles), RotarySpec(False, False, 32, 64, 2**20), inplace)
     assert launched == ["rotary_kernel"]
 
 
 @pytest.mark.parametrize("rows, columns", [(2**20, 50257), (4, 2**30), (2**31 - 2**16, 2)])
-def test_cross_entropy(rows: int, columns: int, launched: list[str]) -> None:
+def test_cross_entropy(rows, columns, launched):
     logits, labels = _meta(rows, columns, strides=(2**33 + 1, 1)), _meta(rows, dtype=torch.int64)
     spec = CrossEntropySpec(0.1, 1.0, 0.1, -(2**40), "mean", True, 0, columns, "")
     loss, _, normaliser, scale = cross_entropy.forward(LossInputs(logits, labels, None), spec)
@@ -273,7 +271,7 @@ def test_cross_entropy(rows: int, columns: int, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("rows, width", [(2**22, 8192), (2**31 - 2**16, 3)])
-def test_dense(rows: int, width: int, launched: list[str]) -> None:
+def test_dense(rows, width, launched):
     spec = ActivationSpec("silu", True)
     pre = _meta(rows, 2 * width)
     hidden = dense.activate(Activated(pre), spec)
@@ -287,7 +285,7 @@ def _refused(call: Callable[..., Any], *arguments: Any, match: str) -> None:
         call(*arguments)
 
 
-def test_more_rows_than_kernels_count_are_refused(launched: list[str]) -> None:
+def test_more_rows_than_kernels_count_are_refused(launched):
     """Beyond any memory, unless rows lie upon one another; but never a wrong result."""
     rows = 2**31
     most = r"expected at most \d+ rows on a GPU, got"

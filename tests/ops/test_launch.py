@@ -55,7 +55,7 @@ def _plan(parameters: dict[str, Parameter], constants: dict[str, Any] = _CONSTAN
     return launch.make_plan(scale_kernel, parameters, constants, programs, torch.device("cpu"), num_warps=4)
 
 
-def test_a_description_becomes_types_multiples_constants_and_scalars() -> None:
+def test_a_description_becomes_types_multiples_constants_and_scalars():
     plan = _plan(_PARAMETERS)
     assert plan.source.types == ("*fp32", "constexpr", "i64", "i32", "fp32", "constexpr")
     assert plan.source.multiples == (16, 1, 16, 1, 1, 1)
@@ -64,7 +64,7 @@ def test_a_description_becomes_types_multiples_constants_and_scalars() -> None:
 
 
 @each_case("missing", ["factor", "x_ptr", "WIDTH"])
-def test_a_parameter_without_a_description_raises(missing: str) -> None:
+def test_a_parameter_without_a_description_raises(missing):
     """It is not taken for an integer, nor for anything else."""
     parameters = {name: parameter for name, parameter in _PARAMETERS.items() if name != missing}
     constants = {name: value for name, value in _CONSTANTS.items() if name != missing}
@@ -72,19 +72,19 @@ def test_a_parameter_without_a_description_raises(missing: str) -> None:
         _plan(parameters, constants)
 
 
-def test_what_a_launch_is_given_comes_first() -> None:
+def test_what_a_launch_is_given_comes_first():
     with pytest.raises(AssertionError, match="comes before what the plan has"):
         _plan({**_PARAMETERS, "shift": Parameter("fp32", 1, GIVEN)})
 
 
-def test_values_of_scalars_need_no_other_binary() -> None:
+def test_values_of_scalars_need_no_other_binary():
     other = {**_PARAMETERS, "rows": int32(77), "factor": float32(3.0)}
     assert _plan(other).source == _plan(_PARAMETERS).source
     assert _plan({**_PARAMETERS, "rows": int64(5)}).source != _plan(_PARAMETERS).source
     assert ABSENT == pointer_to(None)
 
 
-def test_a_plan_is_compiled_at_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_compiled_at_its_first_launch(monkeypatch):
     made, passed = [], []
 
     def make_launch(source: Any, programs: int, scalars: tuple, device: torch.device) -> Any:
@@ -102,7 +102,7 @@ def test_a_plan_is_compiled_at_its_first_launch(monkeypatch: pytest.MonkeyPatch)
     assert len(made) == 1 and len(passed) == 2
 
 
-def test_plans_are_kept_until_they_are_cleared() -> None:
+def test_plans_are_kept_until_they_are_cleared():
     made = []
 
     @launch.plan_cache
@@ -123,7 +123,7 @@ def _take(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("known", [Launcher.TYPED_FUNCTION, Launcher.GENERAL_FUNCTION], ids=lambda each: each.name)
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_a_launch_is_one_call_of_the_driver(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_one_call_of_the_driver(known, monkeypatch):
     """With the stream, what belongs to the kernel, and what its machine code takes: no constants, no absent tensors."""
     passed: list[tuple] = []
     _take(known, monkeypatch)
@@ -146,7 +146,7 @@ class _Compiled:
 
 @pytest.mark.parametrize("known", list(Launcher), ids=lambda each: each.name)
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_a_kernel_stays_loaded(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_stays_loaded(known, monkeypatch):
     _take(known, monkeypatch)
     made: list[weakref.ref[_Compiled]] = []
 
@@ -184,9 +184,7 @@ _DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
         ((_DESCRIPTOR, "constexpr", "*fp32", "fp32"), ("d", "y"), (0.5,), (_HALF,), ("d", None, "y", 0.5)),
     ],
 )
-def test_what_is_compiled_away_is_not_passed(
-    types: tuple, given: tuple, scalars: tuple, words: tuple, all_arguments: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_compiled_away_is_not_passed(types, given, scalars, words, all_arguments, monkeypatch):
     """Zeros follow what the kernel takes where the function is one of many."""
     _take(Launcher.GENERAL_FUNCTION, monkeypatch)
     source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
@@ -200,13 +198,13 @@ def test_what_is_compiled_away_is_not_passed(
         launcher.with_absent(source, scalars, (*given, None))
 
 
-def test_the_general_function_takes_arguments_as_one() -> None:
+def test_the_general_function_takes_arguments_as_one():
     passed: list[tuple] = []
     launcher._taking_one(lambda *a: passed.append(a), 5)(1, 2, 3, 4, "function", "x", "y")
     assert passed == [(1, 2, 3, 4, "function", ("x", "y"))]
 
 
-def test_one_c_function_launches_kernels_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_c_function_launches_kernels_of_other_types(monkeypatch):
     """Floating point comes by its bits, negative numbers with the sign, and descriptors as they are."""
     _take(Launcher.TYPED_FUNCTION, monkeypatch)
     some, others = ("*fp32", "i32", "fp32"), ("i64", "*bf16", "i32", "i32", "fp32")
@@ -217,7 +215,7 @@ def test_one_c_function_launches_kernels_of_other_types(monkeypatch: pytest.Monk
     assert [launch.word(*each) for each in values] == [_HALF, 0x3F800000, -2, 7, 0x7F800000]
 
 
-def test_floating_point_is_not_given_to_launches() -> None:
+def test_floating_point_is_not_given_to_launches():
     source = launch.KernelSource(scale_kernel, ("*fp32", "*bf16", "fp32"), (1, 1, 1), {}, 4)
     with pytest.raises(AssertionError, match="the same for all launches"):
         launch._words(source, ())
@@ -252,7 +250,7 @@ def _grouped_plan() -> launch.Plan:
     return launch.make_plan(grouped_kernel, _GROUPED, {"BLOCK": 64}, 5, torch.device("cpu"), num_warps=4)
 
 
-def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch):
     _take(Launcher.TYPED_FUNCTION, monkeypatch)
     source = _grouped_plan().source
     assert source.names == ("x.ptr", "x.bias_ptr", "x.count", "x.stride", "x.WIDTH", "factor", "shift")
@@ -266,7 +264,7 @@ def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="compiles: needs TRITON_INTERPRET unset")
-def test_a_named_tuple_compiles_to_the_same_code() -> None:
+def test_a_named_tuple_compiles_to_the_same_code():
     """As plain parameters do, which the machine code takes in the same order."""
     parameters = {**_PARAMETERS, "bias_ptr": pointer_to(None)}
     plain = launch.make_plan(plain_kernel, parameters, _CONSTANTS, 5, torch.device("cpu"), num_warps=4)
@@ -291,7 +289,7 @@ def plain_kernel(x_ptr, bias_ptr, rows, stride_x_row, factor, shift, BLOCK: tl.c
 
 @pytest.mark.interpreter
 @pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
-def test_the_interpreter_runs_a_plan_with_a_named_tuple() -> None:
+def test_the_interpreter_runs_a_plan_with_a_named_tuple():
     x = torch.ones(5, 64)
     _grouped_plan().launch(launch.pointer(x))
     assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
@@ -329,7 +327,7 @@ def _nested_plan() -> launch.Plan:
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="compiles: needs TRITON_INTERPRET unset")
-def test_a_constant_in_a_nested_named_tuple_is_one_when_the_kernel_compiles() -> None:
+def test_a_constant_in_a_nested_named_tuple_is_one_when_the_kernel_compiles():
     """`tl.static_assert` refuses anything else. What is True at run time has no argument either."""
     source = _nested_plan().source
     assert source.types == ("*fp32", "i32", "fp32", "constexpr", "constexpr")
@@ -340,14 +338,14 @@ def test_a_constant_in_a_nested_named_tuple_is_one_when_the_kernel_compiles() ->
 
 @pytest.mark.interpreter
 @pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
-def test_the_interpreter_runs_a_plan_with_a_nested_named_tuple() -> None:
+def test_the_interpreter_runs_a_plan_with_a_nested_named_tuple():
     x = torch.ones(5, 64)
     _nested_plan().launch(launch.pointer(x))
     assert (x[:4, :60] == 1.5).all() and (x[:, 60:] == 1).all() and (x[4] == 1).all()
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_launcher_is_given_tuples_and_constants(monkeypatch):
     """As Triton's own launch gives them to its launcher object, whatever the version."""
     passed: list[tuple] = []
     compiled = SimpleNamespace(run=lambda *each: passed.append(each), function="f", packed_metadata="m")
@@ -358,7 +356,7 @@ def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.Monk
     assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
 
 
-def test_a_kernel_gets_its_own_function_while_others_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_gets_its_own_function_while_others_are_loaded(monkeypatch):
     """Python keeps one object for all modules of a name, with the function of the one that was loaded last."""
     module: dict[str, Any] = {}
     monkeypatch.setattr(launcher, "launcher", lambda: Launcher.TYPED_FUNCTION)
@@ -393,9 +391,7 @@ def test_a_kernel_gets_its_own_function_while_others_are_loaded(monkeypatch: pyt
         ("3.6.0", "6.4", Launcher.OBJECT),
     ],
 )
-def test_the_launcher_follows_from_the_version(
-    version: str, hip: str | None, expected: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launcher_follows_from_the_version(version, hip, expected, monkeypatch):
     """One that is not known is not guessed at."""
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -403,7 +399,7 @@ def test_the_launcher_follows_from_the_version(
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path: Path) -> None:
+def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path):
     """Every byte of every parameter, of attention's kernels, in this version of Triton."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler, which Triton needs too to launch anything")
@@ -419,7 +415,7 @@ def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path: Path
 
 @pytest.mark.interpreter
 @pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
-def test_the_interpreter_runs_a_plan() -> None:
+def test_the_interpreter_runs_a_plan():
     x = torch.ones(5, 64)
     _plan(_PARAMETERS).launch(launch.pointer(x))
     assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()

@@ -1,7 +1,5 @@
 """Which tensors have an address of its own for each element."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -24,7 +22,7 @@ def _addresses(view: Tensor) -> list[int]:
     return [view.storage_offset() + sum(map(int.__mul__, place, view.stride())) for place in places]
 
 
-def test_as_the_addresses_say() -> None:
+def test_as_the_addresses_say():
     numbers, memory = random.Random(0), torch.empty(300)
     for _ in range(2000):
         one, other = _view(memory, numbers), _view(memory, numbers)
@@ -35,6 +33,6 @@ def test_as_the_addresses_say() -> None:
             assert share_memory(one, other) == bool(set(found) & set(others)), layouts
 
 
-def test_caches_of_long_sequences_are_told_apart_at_once() -> None:
+def test_caches_of_long_sequences_are_told_apart_at_once():
     pool = torch.empty(64, 100_000, 8, 192, device="meta")
     assert not overlaps_itself(pool[..., :128]) and not overlaps_itself(pool.transpose(1, 2)[:, :, ::2])

@@ -1,13 +1,10 @@
 """What the factory of operators makes (`ops/common/operators.py`), with the operation of docs/adding_an_operation.md: a
 temporary folder gets the files of the page."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,7 +26,7 @@ _FILE = re.compile(r'^```python title="([^"]*)"\n(.*?)^```$', re.MULTILINE | re.
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def files(tmp_path_factory):
     """A folder with the files of the page, where `flashtile.ops` finds them."""
     folder = tmp_path_factory.mktemp("page")
     for name, source in _FILE.findall(PAGE.read_text("utf-8")):
@@ -43,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def gate(files: Path) -> Any:
+def gate(files):
     return importlib.import_module("flashtile.ops.gate.api").tanh_gate
 
 
@@ -60,7 +57,7 @@ def _tests(files: Path) -> ModuleType:
     return module
 
 
-def test_the_tests_of_the_page_pass(files: Path) -> None:
+def test_the_tests_of_the_page_pass(files):
     tests = _tests(files)
     functions = [each for name, each in inspect.getmembers(tests, inspect.isfunction) if name.startswith("test_")]
     assert len(functions) == 4
@@ -74,19 +71,19 @@ def test_the_tests_of_the_page_pass(files: Path) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_kernels_of_the_page_run(dtype: torch.dtype, files: Path) -> None:
+def test_the_kernels_of_the_page_run(dtype, files):
     for shape in ((3, 1001), (0, 5)):
         _tests(files).test_backends(shape, dtype, "triton")
 
 
-def test_the_operation_obeys_the_rules_of_imports(files: Path) -> None:
+def test_the_operation_obeys_the_rules_of_imports(files):
     from test_architecture import parsed, violations
 
     for path in (files / "src/flashtile/ops/gate").glob("*.py"):
         assert not violations(parsed(path), f"flashtile.ops.gate.{path.stem}", is_package=False)
 
 
-def test_compiled_with_other_sizes_and_numbers(gate: Any) -> None:
+def test_compiled_with_other_sizes_and_numbers(gate):
     torch._dynamo.reset()
     compiled = torch.compile(gate, fullgraph=True, backend="aot_eager", dynamic=True)
     for size, scale in ((3, 0.5), (5, 0.7)):
@@ -98,7 +95,7 @@ def test_compiled_with_other_sizes_and_numbers(gate: Any) -> None:
     torch._dynamo.reset()
 
 
-def test_exported_and_in_operations_of_pytorch(gate: Any) -> None:
+def test_exported_and_in_operations_of_pytorch(gate):
     class Module(torch.nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return gate(x, y, 0.7)
@@ -112,14 +109,14 @@ def test_exported_and_in_operations_of_pytorch(gate: Any) -> None:
     assert_same(decomposed.module()(x, y), gate(x, y, 0.7))
 
 
-def test_fakes_have_shapes_alone(gate: Any) -> None:
+def test_fakes_have_shapes_alone(gate):
     with FakeTensorMode():
         x, y = (torch.empty(3, 4, requires_grad=True) for _ in range(2))
         gate(x, y).sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
 
 
-def test_modes_see_the_operators(gate: Any) -> None:
+def test_modes_see_the_operators(gate):
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -134,7 +131,7 @@ def test_modes_see_the_operators(gate: Any) -> None:
     assert not torch.ops.flashtile.gate_forward(x, y, 1.0, "cpu").requires_grad, "autograd is recorded above them"
 
 
-def test_transforms(gate: Any) -> None:
+def test_transforms(gate):
     (x, y), (dx, dy) = _leaves(4, 3), _leaves(4, 3)
     assert_same(torch.func.vmap(gate)(x, y), gate(x, y))
     _, tangent = torch.func.jvp(gate, (x, y), (dx, dy))
@@ -145,7 +142,7 @@ def test_transforms(gate: Any) -> None:
         torch.func.vmap(lambda x, y: gate(x, y, backend="cpu"))(x, y)
 
 
-def test_third_derivatives(gate: Any) -> None:
+def test_third_derivatives(gate):
     x, y = _leaves(3)
 
     def second(x: Tensor) -> Tensor:
@@ -156,7 +153,7 @@ def test_third_derivatives(gate: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_several_gradients_at_a_time(gate: Any) -> None:
+def test_several_gradients_at_a_time(gate):
     leaves, upstream = _leaves(2, 3), torch.randn(4, 2, 3, dtype=torch.float64)
     out = gate(*leaves)
     together = torch.autograd.grad(out, leaves, upstream, is_grads_batched=True, retain_graph=True)
@@ -165,7 +162,7 @@ def test_several_gradients_at_a_time(gate: Any) -> None:
         assert_same([t[place] for t in together], list(alone))
 
 
-def test_inputs_of_any_strides_and_twice_the_same(gate: Any) -> None:
+def test_inputs_of_any_strides_and_twice_the_same(gate):
     x, y = _leaves(4, 3)
     assert_same(gate(x.T, y.T), gate(x, y).T)
     (dx,) = torch.autograd.grad(gate(x, x).sum(), x)
@@ -199,7 +196,7 @@ def _sums(pair: _Pair, flags: _Flags, backend: str = "") -> _Sums:
 
 
 @pytest.fixture(scope="module")
-def sums() -> operators.Operator:
+def sums():
     """An operator with an optional tensor, an optional result and FLOPs."""
     return operators.operator(
         "test_of_sums",
@@ -214,7 +211,7 @@ def sums() -> operators.Operator:
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_optional_results(second: bool, sums: operators.Operator) -> None:
+def test_optional_results(second, sums):
     a, flags = torch.randn(3, 4), _Flags(second, torch.float64, 2)
     schema = "test_of_sums(Tensor a, Tensor? b, bool second, ScalarType of, SymInt times, str backend) -> Tensor[]"
     assert str(sums.overload._schema) == f"flashtile::{schema}"
@@ -228,7 +225,7 @@ def test_optional_results(second: bool, sums: operators.Operator) -> None:
     assert_same([t for t in observed if t is not None], [t for t in direct if t is not None])
 
 
-def test_what_is_written_is_returned() -> None:
+def test_what_is_written_is_returned():
     def double(pair: _Pair, backend: str) -> None:
         pair.a.mul_(2)
 

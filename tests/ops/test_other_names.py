@@ -1,7 +1,5 @@
 """Arguments that a public function does not have, or has by name only: the error says what to write."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +29,7 @@ def call(function: Callable[..., Any], **options: Any) -> Any:
 
 
 @each_case("function", FUNCTIONS)
-def test_every_function_refuses_names_that_it_does_not_have(function: Callable[..., Any]) -> None:
+def test_every_function_refuses_names_that_it_does_not_have(function):
     if function.__name__ in OURS_ALONE:
         return
     expected = f"flashtile.{function.__name__} has no argument no_such_name; it has "
@@ -67,12 +65,12 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         ("apply_rotary", "rotary_interleaved", "it is called interleaved$"),
     ],
 )
-def test_a_name_of_another_library_leads_to_ours(function: str, name: str, remedy: str) -> None:
+def test_a_name_of_another_library_leads_to_ours(function, name, remedy):
     with pytest.raises(TypeError, match=f"^flashtile.{function} has no argument {name}; {remedy}"):
         call(getattr(flashtile, function), **{name: None})
 
 
-def test_all_wrong_names_are_told_at_once() -> None:
+def test_all_wrong_names_are_told_at_once():
     with pytest.raises(TypeError, match=r"is_causal; it is called causal. .* attn_mask; it is called mask"):
         call(flashtile.attention, is_causal=True, attn_mask=None)
 
@@ -108,18 +106,18 @@ _ENDS = torch.tensor([0, 5], dtype=torch.int32)
         ),
     ],
 )
-def test_arguments_by_position_are_refused_with_their_names(function: str, given: list[Any], remedy: str) -> None:
+def test_arguments_by_position_are_refused_with_their_names(function, given, remedy):
     with pytest.raises(TypeError, match=rf"^flashtile.{function} takes . arguments by position, q, k, v, .*{remedy}"):
         getattr(flashtile, function)(None, None, None, *given)
 
 
-def test_the_table_names_arguments_that_there_are() -> None:
+def test_the_table_names_arguments_that_there_are():
     there_are = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
     remedies = [remedy for remedy in OTHER_NAMES.values() if isinstance(remedy, dict)]
     assert {name for remedy in remedies for name in remedy} <= there_are
 
 
-def test_compiled_functions_stay_whole() -> None:
+def test_compiled_functions_stay_whole():
     q = torch.randn(1, 5, 2, 8)
     compiled = torch.compile(lambda q: flashtile.attention(q, q, q, causal=True), backend="eager", fullgraph=True)
     assert_same(compiled(q), flashtile.attention(q, q, q, causal=True))

@@ -1,8 +1,6 @@
 """What holds for every public function (tests/support/running/public_calls.py): another default device, sizes that
 depend on data, results that are changed in place, and the arithmetic that PyTorch's counter sees."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import subprocess
@@ -28,7 +26,7 @@ NO_CALLS = {
 }  # fmt: skip
 
 
-def test_every_public_function_is_called() -> None:
+def test_every_public_function_is_called():
     called = {name.partition(":")[0] for name in CALLS}
     of_patterns = {name.removeprefix("patterns.") for name in called if name.startswith("patterns.")}
     assert called >= set(flashtile.__all__) - NO_CALLS
@@ -70,7 +68,7 @@ SPARSE: dict[str, tuple[Callable[[Tensor], object], Tensor]] = {
 
 
 @each_case("name", SPARSE)
-def test_sparse_tensors_are_refused_by_name(name: str) -> None:
+def test_sparse_tensors_are_refused_by_name(name):
     call, tensor = SPARSE[name]
     with pytest.raises(TypeError, match=rf"^{name.partition(':')[0]}: expected .*dense.* got layout torch.sparse_coo"):
         call(tensor.to_sparse())
@@ -100,7 +98,7 @@ _FLAGS = [
 
 
 @each_case("name, flag", _FLAGS)
-def test_flags_are_bools(name: str, flag: str) -> None:
+def test_flags_are_bools(name, flag):
     """Also in a call like an earlier one, for which little is checked."""
     call, function = CALLS[name], name.partition(":")[0]
     public = getattr(flashtile, function)
@@ -120,7 +118,7 @@ def test_flags_are_bools(name: str, flag: str) -> None:
 
 
 @each_case("name", [name for name, call in CALLS.items() if call.shapes])
-def test_lazily_negated_tensors(name: str) -> None:
+def test_lazily_negated_tensors(name):
     """Tensors whose memory holds the opposite numbers, such as `z.conj().imag`."""
     call = CALLS[name]
     leaves = call.leaves(ROWS)
@@ -136,7 +134,7 @@ def test_lazily_negated_tensors(name: str) -> None:
 
 
 @each_case("name", CALLS)
-def test_another_default_device(name: str) -> None:
+def test_another_default_device(name):
     call = CALLS[name]
     torch.set_default_device("meta")
     try:
@@ -181,7 +179,7 @@ KEPT = [torch.tensor(kept, dtype=torch.bool) for kept in ([1, 0, 1, 1], [0, 0, 1
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_export_with_sizes_that_depend_on_data(name: str) -> None:
+def test_export_with_sizes_that_depend_on_data(name):
     call = CALLS[name]
     model, leaves = OfKeptRows(call), call.leaves(4)
     program = torch.export.export(model, (KEPT[0], *leaves)).module()
@@ -190,7 +188,7 @@ def test_export_with_sizes_that_depend_on_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_SEQUENCES)
-def test_export_with_lengths_that_depend_on_data(name: str) -> None:
+def test_export_with_lengths_that_depend_on_data(name):
     call = CALLS[name]
     model, leaves = OfKeptRows(call, SEQ), call.leaves(2)
     kept = torch.tensor([True, False, True, True, False])
@@ -201,7 +199,7 @@ def test_export_with_lengths_that_depend_on_data(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_compilation_with_sizes_that_depend_on_data(name: str) -> None:
+def test_compilation_with_sizes_that_depend_on_data(name):
     torch._dynamo.reset()
     call = CALLS[name]
     compiled = torch.compile(OfKeptRows(call), fullgraph=True, backend="aot_eager")
@@ -212,7 +210,7 @@ def test_compilation_with_sizes_that_depend_on_data(name: str) -> None:
 
 
 @each_case("name", CALLS)
-def test_results_can_be_changed_in_place(name: str) -> None:
+def test_results_can_be_changed_in_place(name):
     call = CALLS[name]
     for result in call.results(*(leaf.requires_grad_() for leaf in call.leaves(ROWS))):
         if result.requires_grad:
@@ -228,7 +226,7 @@ def test_results_can_be_changed_in_place(name: str) -> None:
         pytest.param("cuda", "auto", marks=pytest.mark.gpu),
     ],
 )
-def test_results_of_each_backend_can_be_changed_in_place(device: str, backend: str, packed: bool) -> None:
+def test_results_of_each_backend_can_be_changed_in_place(device, backend, packed):
     for dim in (64, 40, 192):
         q = torch.randn(3, 40, 2, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
         options = {"backend": backend, "return_lse": True, "softcap": 5.0 if dim == 40 else None}
@@ -266,7 +264,7 @@ MASKS = {
 
 
 @each_case("name", MASKS)
-def test_flops_of_attention_are_those_of_all_pairs(name: str) -> None:
+def test_flops_of_attention_are_those_of_all_pairs(name):
     q, k, v = (
         torch.randn(B, seq, heads, dim, requires_grad=True) for seq, heads, dim in ((S, H, D), (K, 2, D), (K, 2, DV))
     )
@@ -280,7 +278,7 @@ def test_flops_of_attention_are_those_of_all_pairs(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_flops_on_a_gpu(backend: str) -> None:
+def test_flops_on_a_gpu(backend):
     """There, a backward runs in another thread."""
     q = torch.randn(B, 64, H, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     run = lambda: flashtile.attention(q, q, q, causal=True, backend=backend).sum().backward()  # noqa: E731
@@ -289,7 +287,7 @@ def test_flops_on_a_gpu(backend: str) -> None:
     assert counted(run) == {"attention_forward": 2 * product, "attention_backward": 5 * product}
 
 
-def test_flops_of_packed_attention_are_those_of_each_sequence() -> None:
+def test_flops_of_packed_attention_are_those_of_each_sequence():
     q, k = torch.randn(12, H, D, requires_grad=True), torch.randn(14, H, D)
     ends = torch.tensor([0, 2, 2, 10]), torch.tensor([0, 3, 8, 13], dtype=torch.int32)  # 2 · 3 and 8 · 5 pairs
     assert counted(lambda: flashtile.attention_varlen(q, k, k, *ends, causal=True).sum().backward()) == {
@@ -334,7 +332,7 @@ FLOPS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...], dict[
 
 
 @each_case("name", FLOPS)
-def test_flops_of_other_operators(name: str) -> None:
+def test_flops_of_other_operators(name):
     call, shapes, expected = FLOPS[name]
     tensors = [torch.randn(shape) for shape in shapes]
     call(*tensors)
@@ -342,7 +340,7 @@ def test_flops_of_other_operators(name: str) -> None:
 
 
 @each_case("reduction", ["mean", "none"])
-def test_flops_of_a_linear_loss(reduction: str) -> None:
+def test_flops_of_a_linear_loss(reduction):
     x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
     loss = lambda: flashtile.linear_cross_entropy(x, weight, labels(x), reduction=reduction).sum()  # noqa: E731
     one = 2 * 5 * 3 * 7
@@ -352,7 +350,7 @@ def test_flops_of_a_linear_loss(reduction: str) -> None:
     )
 
 
-def test_every_operator_with_products_has_a_formula() -> None:
+def test_every_operator_with_products_has_a_formula():
     """The others compute elements, sums and exponentials."""
     without = {
         "cross_entropy_backward", "cross_entropy_backward_", "cross_entropy_forward", "dense_activate",
@@ -366,7 +364,7 @@ def test_every_operator_with_products_has_a_formula() -> None:
 
 
 @pytest.mark.parametrize("flashtile_first", [True, False])
-def test_the_counter_and_flashtile_are_imported_in_any_order(flashtile_first: bool) -> None:
+def test_the_counter_and_flashtile_are_imported_in_any_order(flashtile_first):
     ours, theirs = "import torch, flashtile; flashtile.attention", "import torch.utils.flop_counter"
     counts = "assert any('attention_forward' in str(op) for op in torch.utils.flop_counter.flop_registry)"
     lines = [ours, theirs, counts] if flashtile_first else [theirs, ours, counts]

@@ -1,7 +1,5 @@
 """Calls like an earlier one (`ops/common/repeated.py`): what they give, and what makes a call another one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -168,20 +166,20 @@ def _check_options(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls_that_differ(name: str) -> None:
+def test_calls_that_differ(name):
     _check_ways(name, "cpu", _WAYS)
     _check_options(name, "cpu")
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_calls_that_differ(name: str) -> None:
+def test_interpreted_calls_that_differ(name):
     _check_ways(name, "triton", {way: _WAYS[way] for way in ("batch", "misaligned")})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_calls_that_differ_on_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_differ_on_gpu(name, monkeypatch):
     case = CASES[name]
     on_cpu = Case.tensors
     monkeypatch.setattr(
@@ -195,7 +193,7 @@ def test_calls_that_differ_on_gpu(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("dense", "mlp")])
-def test_a_repeated_call_checks_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_call_checks_nothing(name, monkeypatch):
     checked: list[str] = []
     monkeypatch.setattr(Backends, "check", lambda self, requested: checked.append(requested))
     for _ in range(3):
@@ -203,7 +201,7 @@ def test_a_repeated_call_checks_nothing(name: str, monkeypatch: pytest.MonkeyPat
     assert checked == ["cpu"]
 
 
-def test_equal_scalars_of_other_types_are_others() -> None:
+def test_equal_scalars_of_other_types_are_others():
     x = torch.randn(2, 8)
     for eps in (1, 1.0):
         flashtile.rms_norm(x, eps=eps)
@@ -216,7 +214,7 @@ def test_equal_scalars_of_other_types_are_others() -> None:
         flashtile.rms_norm(x, eps=[1e-5])  # type: ignore[arg-type]
 
 
-def test_repeated_calls_draw_seeds() -> None:
+def test_repeated_calls_draw_seeds():
     x = torch.randn(4, 64)
     first, second = (flashtile.dropout_add_rms_norm(x, None, None, dropout_p=0.5) for _ in range(2))
     assert not torch.equal(first, second)
@@ -228,7 +226,7 @@ def test_repeated_calls_draw_seeds() -> None:
     assert torch.equal(third, flashtile.dropout_add_rms_norm(x, None, None, dropout_p=0.5))
 
 
-def test_some_gradients_of_repeated_calls() -> None:
+def test_some_gradients_of_repeated_calls():
     """A result that nobody differentiates, a second backward, and a backward of the backward."""
     x, residual = (torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
@@ -251,7 +249,7 @@ def test_some_gradients_of_repeated_calls() -> None:
         assert_same(gradients(), expected)
 
 
-def test_saved_tensors_may_come_back_as_others() -> None:
+def test_saved_tensors_may_come_back_as_others():
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     expected = torch.autograd.grad(flashtile.rms_norm(x, weight).square().sum(), (x, weight))
     for _ in range(3):
@@ -261,7 +259,7 @@ def test_saved_tensors_may_come_back_as_others() -> None:
 
 
 @pytest.mark.interpreter
-def test_interpreted_who_saved_what_a_repeated_call_writes_hears_of_it() -> None:
+def test_interpreted_who_saved_what_a_repeated_call_writes_hears_of_it():
     cos, sin = flashtile.rotary_tables(3, 8)
     for _ in range(3):
         x = torch.randn(2, 3, 2, 8)
@@ -271,7 +269,7 @@ def test_interpreted_who_saved_what_a_repeated_call_writes_hears_of_it() -> None
             saved.backward()
 
 
-def test_a_call_that_only_recording_refuses() -> None:
+def test_a_call_that_only_recording_refuses():
     x, weight, main_grad = torch.randn(3, 8), torch.randn(4, 8), torch.zeros(4, 8)
     for _ in range(2):
         with torch.no_grad():
@@ -281,7 +279,7 @@ def test_a_call_that_only_recording_refuses() -> None:
 
 
 @pytest.mark.parametrize("rows", [(6,), (2, 3)], ids=str)
-def test_a_first_call_keeps_for_its_backward_what_later_ones_do(rows: tuple[int, ...]) -> None:
+def test_a_first_call_keeps_for_its_backward_what_later_ones_do(rows):
     """Activation checkpointing runs a forward again, and compares what it keeps."""
     x, other = (torch.randn(*rows, 64, requires_grad=True) for _ in range(2))
     weight, bias, wide, narrow = (

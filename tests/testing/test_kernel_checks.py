@@ -1,7 +1,5 @@
 """The checks of `flashtile doctor --check-kernels`: layouts that are what they say, and kernels that pass them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ def _first_of_each(checks: list[KernelCheck]) -> list[KernelCheck]:
 
 @each_case("layout", [ODD_STRIDE, ODD_ADDRESS, Layout(3, 5), Layout()])
 @each_case("dtype", [_BF16, torch.bool])
-def test_a_layout_keeps_values_and_poisons_the_rest(layout: Layout, dtype: torch.dtype) -> None:
+def test_a_layout_keeps_values_and_poisons_the_rest(layout, dtype):
     tensor = (torch.randn(2, 3, 4) > 0).to(dtype)
     placed = layout.place(tensor)
     assert torch.equal(placed, tensor)
@@ -49,7 +47,7 @@ def test_a_layout_keeps_values_and_poisons_the_rest(layout: Layout, dtype: torch
 
 
 @pytest.mark.parametrize("operation", _FUNCTIONS)
-def test_cpu(operation: str) -> None:
+def test_cpu(operation):
     for check in kernel_checks("cpu"):
         if check.operation == operation:
             check.run(torch.device("cpu"))
@@ -57,12 +55,12 @@ def test_cpu(operation: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("check", _parameters(_first_of_each(kernel_checks("triton", _FP16))))
-def test_interpreted(check: KernelCheck) -> None:
+def test_interpreted(check):
     check.run(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("check", _parameters(_first_of_each(kernel_checks("cpu"))))
-def test_one_wrong_element_is_seen(check: KernelCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_element_is_seen(check, monkeypatch):
     name = _FUNCTIONS[check.operation]
     function = getattr(flashtile, name)
 
@@ -83,14 +81,14 @@ def test_one_wrong_element_is_seen(check: KernelCheck, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("operation", _FUNCTIONS)
-def test_gpu(operation: str, dtype: torch.dtype) -> None:
+def test_gpu(operation, dtype):
     for check in kernel_checks("triton", dtype):
         if check.operation == operation:
             check.run(torch.device("cuda"))
 
 
 @each_case("dtype, other", [(_BF16, "float16"), (_FP16, "bfloat16")])
-def test_hopper_checks_of_the_other_dtype(dtype: torch.dtype, other: str) -> None:
+def test_hopper_checks_of_the_other_dtype(dtype, other):
     """Heads of 192 in float16 once had wrong gradients where they are added in order, or stored, and nowhere else."""
     names = [check.name for check in kernel_checks("hopper", dtype) if f"d192:128-{other}-" in check.name]
     assert sorted(name.partition(f"{other}-")[2] for name in names) == ["causalTrue", "causalTrue-deterministicTrue"]
@@ -99,6 +97,6 @@ def test_hopper_checks_of_the_other_dtype(dtype: torch.dtype, other: str) -> Non
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("number", range(len(kernel_checks("hopper")) // 8 + 1))
-def test_hopper(number: int, dtype: torch.dtype) -> None:
+def test_hopper(number, dtype):
     for check in kernel_checks("hopper", dtype)[8 * number : 8 * number + 8]:
         check.run(torch.device("cuda"))

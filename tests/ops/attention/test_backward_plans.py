@@ -1,7 +1,5 @@
 """The kernels of a backward are known at its forward, where they are compiled together, without a GPU."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +68,7 @@ _CASES = {
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def launched(monkeypatch):
     """Sources of the kernels that are launched."""
     found: list[Any] = []
 
@@ -90,7 +88,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("module", [triton, hopper], ids=["triton", "hopper"])
 @pytest.mark.parametrize("case", _CASES)
-def test_the_plans_of_a_backward_are_those_that_it_launches(case: str, module: Any, launched: list[Any]) -> None:
+def test_the_plans_of_a_backward_are_those_that_it_launches(case, module, launched):
     q, k, side, spec = _CASES[case]
     if case == "learned table" and module is hopper:
         return  # the portable kernels serve it
@@ -103,7 +101,7 @@ def test_the_plans_of_a_backward_are_those_that_it_launches(case: str, module: A
     assert all(plan.source in launched for plan in expected)
 
 
-def test_a_recorded_forward_says_which_launches_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_forward_says_which_launches_follow(monkeypatch):
     """A launch sees them while the forward runs, and only where autograd records it."""
     seen: list[int] = []
 
@@ -128,7 +126,7 @@ def test_a_recorded_forward_says_which_launches_follow(monkeypatch: pytest.Monke
     assert seen == [0, 2, 0, 0, 2, 0] and together.launched_soon() == ()
 
 
-def test_kernels_are_loaded_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_loaded_at_the_same_time(monkeypatch):
     """With the one that is launched; what does not compile raises at its own launch."""
     meeting, device = threading.Barrier(3, timeout=30), torch.device("cpu")
     plans = {name: backend_launch.Plan(_source(name), 1, (), device) for name in ("first", "second", "broken")}

@@ -1,7 +1,5 @@
 """Attention with a block mask: against dense attention with the same mask written out, on every backend."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -106,18 +104,18 @@ def check(case: Case, backend: str, device: str = "cpu") -> None:
 
 @places("reference", "cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("name", CASES)
-def test_agrees_with_the_mask_written_out(name: str, backend: str, device: str) -> None:
+def test_agrees_with_the_mask_written_out(name, backend, device):
     check(CASES[name], backend, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LARGE)
-def test_kernels_over_many_tiles(name: str) -> None:
+def test_kernels_over_many_tiles(name):
     check(LARGE[name], "triton", "cuda")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_rows_without_a_tile_see_nothing(backend: str) -> None:
+def test_rows_without_a_tile_see_nothing(backend):
     mask = torch.zeros(200, 200, dtype=torch.bool)
     mask[130:, :3] = True
     q = torch.randn(1, 200, 2, 8, requires_grad=True)
@@ -130,7 +128,7 @@ def test_rows_without_a_tile_see_nothing(backend: str) -> None:
     assert dq.isfinite().all() and not dq[:, 3:130].any()
 
 
-def test_empty_tiles_are_not_computed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tiles_are_not_computed_on_a_cpu(monkeypatch):
     made = []
     score_tile = tiles.score_tile
     monkeypatch.setattr(tiles, "score_tile", lambda *given: made.append(0) or score_tile(*given))
@@ -141,7 +139,7 @@ def test_empty_tiles_are_not_computed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 2 * 2  # forward and backward, 256 × 256 at a time
 
 
-def test_tables_of_tiles_are_made_once_for_each_call_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_tiles_are_made_once_for_each_call_on_a_cpu(monkeypatch):
     made = []
     kind_table = BlockMask.kind_table
     monkeypatch.setattr(BlockMask, "kind_table", lambda mask: made.append(0) or kind_table(mask))
@@ -151,7 +149,7 @@ def test_tables_of_tiles_are_made_once_for_each_call_on_a_cpu(monkeypatch: pytes
     assert len(made) == 2  # forward and backward
 
 
-def test_packed_sequences_share_a_mask_or_have_their_own() -> None:
+def test_packed_sequences_share_a_mask_or_have_their_own():
     """As each sequence alone with its corner of the mask; bounds of the lengths may be larger than the lengths."""
     lengths, bound = [70, 0, 1, 129], 150
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -175,7 +173,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dense: Tens
     return torch.cat(outs, dim=1)[0]
 
 
-def test_a_packed_call_needs_the_bounds_that_its_mask_was_built_for() -> None:
+def test_a_packed_call_needs_the_bounds_that_its_mask_was_built_for():
     q, cu_seqlens = torch.randn(8, 2, 8), torch.tensor([0, 3, 8])
     for bounds, words in (
         ({}, "max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask"),
@@ -188,7 +186,7 @@ def test_a_packed_call_needs_the_bounds_that_its_mask_was_built_for() -> None:
         flashtile.attention_varlen(q, q, q, cu_seqlens, block_mask=three, max_seqlen_q=5, max_seqlen_k=5)
 
 
-def test_documents_are_packed_sequences() -> None:
+def test_documents_are_packed_sequences():
     lengths = [70, 1, 129]
     q, k, v = (torch.randn(1, sum(lengths), 2, 16) for _ in range(3))
     masked = flashtile.attention(q, k, v, block_mask=patterns.documents(lengths=lengths, causal=True))
@@ -216,13 +214,13 @@ def test_documents_are_packed_sequences() -> None:
     ],
     ids=["tensor", "flex", "length", "heads", "device"],
 )
-def test_errors(block_mask: Any, error: type[Exception], words: str) -> None:
+def test_errors(block_mask, error, words):
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(error, match=words):
         flashtile.attention(q, q, q, block_mask=block_mask)
 
 
-def test_compiled_equals_eager() -> None:
+def test_compiled_equals_eager():
     block_mask = patterns.sliding_window(150, left=20, right=0, global_tokens=3)
     q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
 
@@ -237,7 +235,7 @@ def test_compiled_equals_eager() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(0, 5), (5, 0), (0, 0)])
-def test_empty_sequences(seq_q: int, seq_k: int, packed: bool) -> None:
+def test_empty_sequences(seq_q, seq_k, packed):
     q, k = torch.randn(1, seq_q, 2, 8, requires_grad=True), torch.randn(1, seq_k, 1, 8, requires_grad=True)
     mask = BlockMask.from_dense(torch.ones(seq_q, seq_k, dtype=torch.bool))
     if packed:

@@ -1,7 +1,5 @@
 """`BlockMask`: the lists against the dense mask, tile by tile; every way to build one; what it is as an object."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -3,8 +3,6 @@
 With `dropout_p=0`, an integer, a call is decided about as if it were the first; so it is what others are compared with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +44,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 @pytest.fixture
-def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def decided(monkeypatch):
     """The phases for which a backend is chosen."""
     found: list[str] = []
     choose = select.implementation
@@ -64,7 +62,7 @@ class _Subclass(Tensor):
 
 
 @pytest.mark.parametrize("by_pytorch", [True, False])
-def test_tensors_are_recognised(by_pytorch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_recognised(by_pytorch, monkeypatch):
     if not by_pytorch:
         monkeypatch.setattr(dispatch, "_TensorGuards", None)
     q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 6, 4, 16, requires_grad=True)
@@ -85,7 +83,7 @@ def test_tensors_are_recognised(by_pytorch: bool, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
-def test_the_same_as_a_call_that_is_decided_about(options: dict[str, Any], decided: list[str]) -> None:
+def test_the_same_as_a_call_that_is_decided_about(options, decided):
     for seed in range(3):
         qkv = inputs(seed)
         assert same(forward_backward(qkv, **options), forward_backward(qkv, **options, dropout_p=0))
@@ -136,7 +134,7 @@ def _both_ways(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("name", _features())
-def test_calls_with_other_tensors(name: str, packed: bool) -> None:
+def test_calls_with_other_tensors(name, packed):
     options, offsets = _features()[name], None
     if packed:
         options = {**options, "max_seqlen_q": 24, "max_seqlen_k": 24}
@@ -153,7 +151,7 @@ def test_calls_with_other_tensors(name: str, packed: bool) -> None:
         assert same(repeated_call, _both_ways(qkv, options, decided_anew=True, offsets=offsets))
 
 
-def test_what_is_returned_and_one_tensor_for_both_lengths_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_returned_and_one_tensor_for_both_lengths_are_recognised(monkeypatch):
     made = []
     new_call = repeated.new_call
     monkeypatch.setattr(repeated, "new_call", lambda *given, **more: (made.append(given), new_call(*given, **more))[1])
@@ -171,7 +169,7 @@ def _by_default(qkv: list[Tensor], offsets: Tensor, **lengths: int) -> list[Tens
     return [*torch.autograd.grad(flashtile.attention_varlen(*qkv, offsets, **lengths).sum(), qkv)]
 
 
-def test_tensors_of_another_kind_are_checked_again() -> None:
+def test_tensors_of_another_kind_are_checked_again():
     q, k, v = inputs()
     for _ in range(2):
         flashtile.attention(q, k, v, sinks=torch.zeros(4), key_lengths=torch.tensor([3, 24]))
@@ -187,7 +185,7 @@ def test_tensors_of_another_kind_are_checked_again() -> None:
     ), "a tensor of the same shape in another argument is another call"
 
 
-def test_each_call_draws_its_own_seed() -> None:
+def test_each_call_draws_its_own_seed():
     q, k, v = inputs()
     first, second = (flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(2))
     assert not torch.equal(first, second)
@@ -197,7 +195,7 @@ def test_each_call_draws_its_own_seed() -> None:
     assert torch.equal(third, flashtile.attention(q, k, v, dropout_p=0.5))
 
 
-def test_a_function_that_reads_another_number_is_another_call() -> None:
+def test_a_function_that_reads_another_number_is_another_call():
     q, k, v = inputs()
     results = []
     for factor in (1.0, 2.0, 1.0):
@@ -205,14 +203,14 @@ def test_a_function_that_reads_another_number_is_another_call() -> None:
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
 
 
-def test_sinks_in_the_dtype_of_q_get_their_gradient_in_it() -> None:
+def test_sinks_in_the_dtype_of_q_get_their_gradient_in_it():
     qkv, sinks = inputs(dtype=torch.bfloat16), _learning(4, dtype=torch.bfloat16)
     for _ in range(2):
         (dsinks,) = torch.autograd.grad(flashtile.attention(*qkv, sinks=sinks).sum(), sinks)
         assert dsinks.dtype is torch.bfloat16 and dsinks.abs().max() > 0
 
 
-def test_without_gradients_and_with_them(decided: list[str]) -> None:
+def test_without_gradients_and_with_them(decided):
     plain = flashtile.attention(*inputs(grad=False))
     recorded = flashtile.attention(*inputs())
     with torch.no_grad():
@@ -226,7 +224,7 @@ def test_without_gradients_and_with_them(decided: list[str]) -> None:
     assert torch.equal(dk, torch.autograd.grad(flashtile.attention(*only_k, dropout_p=0).sum(), only_k[1])[0])
 
 
-def test_one_tensor_may_be_all_three(decided: list[str]) -> None:
+def test_one_tensor_may_be_all_three(decided):
     q, k, v = inputs()
     first = flashtile.attention(q, q, q)
     decided.clear()
@@ -241,7 +239,7 @@ def _by_copies(q: Tensor) -> Tensor:
     return gradients[0] + gradients[1] + gradients[2]
 
 
-def test_other_layouts_and_dtypes_are_other_calls(decided: list[str]) -> None:
+def test_other_layouts_and_dtypes_are_other_calls(decided):
     calls_made = [
         inputs(),
         inputs(seq=25),
@@ -272,9 +270,7 @@ def test_other_layouts_and_dtypes_are_other_calls(decided: list[str]) -> None:
     ],
     ids=str,
 )
-def test_arguments_that_equal_others_are_still_checked(
-    first: dict[str, Any], second: dict[str, Any], error: str
-) -> None:
+def test_arguments_that_equal_others_are_still_checked(first, second, error):
     qkv = inputs()
     for _ in range(2):
         flashtile.attention(*qkv, **first)
@@ -282,7 +278,7 @@ def test_arguments_that_equal_others_are_still_checked(
             flashtile.attention(*qkv, **second)
 
 
-def test_tensors_are_still_checked() -> None:
+def test_tensors_are_still_checked():
     q, k, v = inputs()
     flashtile.attention(q, k, v)
     with pytest.raises(ValueError, match="k: expected the batch size of q"):
@@ -295,7 +291,7 @@ def test_tensors_are_still_checked() -> None:
         flashtile.attention(q, k.detach().to("meta"), v)
 
 
-def test_autocast_makes_it_another_call() -> None:
+def test_autocast_makes_it_another_call():
     wide, narrow = inputs(), inputs(dtype=torch.bfloat16)
     mixed = [wide[0], *narrow[1:]]
     for _ in range(2):
@@ -309,7 +305,7 @@ def test_autocast_makes_it_another_call() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_the_deterministic_mode_makes_it_another_call() -> None:
+def test_the_deterministic_mode_makes_it_another_call():
     keys = []
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode)
@@ -320,7 +316,7 @@ def test_the_deterministic_mode_makes_it_another_call() -> None:
     assert None not in keys and keys[0] != keys[1]
 
 
-def test_what_observes_a_call_still_does() -> None:
+def test_what_observes_a_call_still_does():
     q, k, v = inputs()
     expected = flashtile.attention(q, k, v)
     with torch.profiler.profile() as profile:
@@ -336,7 +332,7 @@ def test_what_observes_a_call_still_does() -> None:
     assert torch.equal(flashtile.attention(hidden, k, v), flashtile.attention(-q.detach(), k, v))
 
 
-def test_backwards_of_one_forward() -> None:
+def test_backwards_of_one_forward():
     qkv = inputs()
     out = flashtile.attention(*qkv)
     decided = flashtile.attention(*qkv, dropout_p=0)
@@ -351,7 +347,7 @@ def test_backwards_of_one_forward() -> None:
     assert same([*second], [*torch.autograd.grad(expected.sum(), qkv)])
 
 
-def test_hooks_of_saved_tensors_may_change_the_layout() -> None:
+def test_hooks_of_saved_tensors_may_change_the_layout():
     """Each tensor is given back once, and what comes back may lie elsewhere."""
     qkv, unpacked = inputs(), []
 
@@ -366,7 +362,7 @@ def test_hooks_of_saved_tensors_may_change_the_layout() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant: bool) -> None:
+def test_checkpoints(reentrant):
     qkv = inputs()
     expected = torch.autograd.grad(flashtile.attention(*qkv).sum(), qkv)
     out = torch.utils.checkpoint.checkpoint(flashtile.attention, *qkv, use_reentrant=reentrant)
@@ -376,7 +372,7 @@ def test_checkpoints(reentrant: bool) -> None:
     assert same([tensor.grad for tensor in qkv], [*expected])  # type: ignore[misc]
 
 
-def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(repeated_calls, "_MOST_CALLS", 4)
     for seq in range(1, 12):
         flashtile.attention(*inputs(seq=seq))
@@ -387,7 +383,7 @@ def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_on_a_gpu(dtype: torch.dtype, backend: str, decided: list[str]) -> None:
+def test_on_a_gpu(dtype, backend, decided):
     """Other addresses are other tensors; those that are no multiples of 16 bytes are decided about each time."""
     options = {"causal": True, "deterministic": True, "backend": backend}
     for seed, offset in enumerate([0, 8, 1, 0, 3, 16]):
@@ -410,7 +406,7 @@ def test_on_a_gpu(dtype: torch.dtype, backend: str, decided: list[str]) -> None:
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("name", _features())
-def test_calls_with_other_tensors_on_a_gpu(name: str, backend: str, decided: list[str]) -> None:
+def test_calls_with_other_tensors_on_a_gpu(name, backend, decided):
     """Also at addresses that are no multiples of 16 bytes, which are decided about each time."""
     options = {key: _on_gpu(value) for key, value in _features()[name].items()} | {"backend": backend}
     options["deterministic"] = True
@@ -437,7 +433,7 @@ def _on_gpu(value: Any) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.unpoisoned
-def test_a_graph_of_repeated_calls() -> None:
+def test_a_graph_of_repeated_calls():
     qkv = [torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -1,7 +1,5 @@
 """How much attention each key receives, on every backend: against the weights of the float64 oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +43,7 @@ def check(case: AttentionCase, backend: str, device: str = "cpu") -> Tensor:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "_TILE_ROWS", 16)
     monkeypatch.setattr(tiles, "_TILE_KEYS", 16)
     monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 16 * 16 // torch.get_num_threads())
@@ -53,7 +51,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_agrees_with_the_oracle(case: AttentionCase) -> None:
+def test_agrees_with_the_oracle(case):
     check(case, "cpu")
 
 
@@ -66,19 +64,19 @@ SOME = {
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters(SOME))
-def test_interpreted_kernel_agrees_with_the_oracle(case: AttentionCase) -> None:
+def test_interpreted_kernel_agrees_with_the_oracle(case):
     check(case, "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
-def test_kernel_agrees_with_the_oracle(name: str, dtype: torch.dtype) -> None:
+def test_kernel_agrees_with_the_oracle(name, dtype):
     check(replace(COMBINED[name], dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(EDGES))
-def test_kernel_at_the_edges(case: AttentionCase) -> None:
+def test_kernel_at_the_edges(case):
     check(case, "triton", "cuda")
 
 
@@ -91,7 +89,7 @@ _LARGE = replace(BASE, seq_q=1517, seq_k=1643, heads=4, dtype=torch.bfloat16)
     turns([64, 96, 128, 256, 512], [{}, {"causal": True}, {"window": (200, 30)}, {"softcap": 3.0}], 2),
     ids=str,
 )
-def test_kernel_over_many_tiles(head_dim: int, arguments: dict[str, Any]) -> None:
+def test_kernel_over_many_tiles(head_dim, arguments):
     case = with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim), **arguments)
     first = check(case, "triton", "cuda")
     assert all(torch.equal(first, sums_of(case, "triton", "cuda")) for _ in range(5))
@@ -99,7 +97,7 @@ def test_kernel_over_many_tiles(head_dim: int, arguments: dict[str, Any]) -> Non
 
 
 @places("reference", "cpu", "interpreted", "gpu", dtypes=True)
-def test_block_mask(backend: str, device: str, dtype: torch.dtype) -> None:
+def test_block_mask(backend, device, dtype):
     generator = torch.Generator().manual_seed(0)
     dense = torch.rand(1, 4, 200, 330, generator=generator) < 0.5
     dense[:, :, 64:128, :128] = dense[:, :, 3] = False
@@ -123,14 +121,14 @@ def example(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, flashtile.attention(q, k, k, return_lse=True, **options)[1]
 
 
-def test_sums_of_the_weights_by_hand() -> None:
+def test_sums_of_the_weights_by_hand():
     q, k, lse = example(window=(3, 0))
     sums = flashtile.attention_column_sums(q, k, lse, window=(3, 0))
     assert_same(sums, flashtile.attention_probs(q, k, window=(3, 0)).sum(dim=-2))
     assert_same(sums.sum(dim=-1), torch.full((2, 4), 9.0))
 
 
-def test_sinks_take_their_share_through_lse() -> None:
+def test_sinks_take_their_share_through_lse():
     sinks = torch.randn(4)
     q, k, lse = example(sinks=sinks)
     sums = flashtile.attention_column_sums(q, k, lse)
@@ -138,14 +136,14 @@ def test_sinks_take_their_share_through_lse() -> None:
     assert_same(sums.sum(-1), 9 - torch.exp(sinks[:, None] - lse).sum(-1))
 
 
-def test_parts_of_the_keys_with_the_lse_of_all() -> None:
+def test_parts_of_the_keys_with_the_lse_of_all():
     q, k, lse = example()
     whole = flashtile.attention_column_sums(q, k, lse)
     parts = [flashtile.attention_column_sums(q, part, lse) for part in (k[:, :4], k[:, 4:])]
     assert_same(torch.cat(parts, dim=-1), whole)
 
 
-def test_packed_keys_past_the_end_receive_nothing() -> None:
+def test_packed_keys_past_the_end_receive_nothing():
     q, cu_seqlens = torch.randn(12, 2, 8), torch.tensor([0, 4, 4, 9])
     _, lse = flashtile.attention_varlen(q, q, q, cu_seqlens, return_lse=True)
     sums = flashtile.attention_column_sums(q, q, lse, cu_seqlens)
@@ -154,7 +152,7 @@ def test_packed_keys_past_the_end_receive_nothing() -> None:
     assert_same(sums[:, 4:9], flashtile.attention_column_sums(q[None, 4:9], q[None, 4:9], alone)[0])
 
 
-def test_padded_keys_may_be_nan() -> None:
+def test_padded_keys_may_be_nan():
     q, k, _ = example()
     lengths = torch.tensor([3, 0])
     k[0, 3:] = k[1] = float("nan")
@@ -163,7 +161,7 @@ def test_padded_keys_may_be_nan() -> None:
     assert sums[0, :, :3].gt(0).all() and not sums[0, :, 3:].any() and not sums[1].any()
 
 
-def test_any_strides() -> None:
+def test_any_strides():
     q, k, lse = example(causal=True)
     expected = flashtile.attention_column_sums(q, k, lse, causal=True)
     q, lse = q.transpose(1, 3).contiguous().transpose(1, 3), lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -171,7 +169,7 @@ def test_any_strides() -> None:
     assert_same(flashtile.attention_column_sums(q, k, lse, causal=True), expected)
 
 
-def test_operator() -> None:
+def test_operator():
     q, k, lse = example()
     rest = *SideInputs(None, None, 9, 11), *AttentionSpec(0.3, window_right=0), "cpu"
     torch.library.opcheck(torch.ops.flashtile.attention_column_sums.default, (q, k, lse, *rest))
@@ -181,7 +179,7 @@ def test_operator() -> None:
         ).shape == (2, 4, 11)
 
 
-def test_compiled_equals_eager() -> None:
+def test_compiled_equals_eager():
     q, k, lse = example(causal=True)
 
     def function(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
@@ -192,7 +190,7 @@ def test_compiled_equals_eager() -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_and_nothing_as_large_as_the_scores_is_made() -> None:
+def test_nothing_waits_and_nothing_as_large_as_the_scores_is_made():
     q, k = (torch.randn(1, 16384, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
     _, lse = flashtile.attention(q, k, k, causal=True, return_lse=True)
     torch.cuda.synchronize()
@@ -230,12 +228,12 @@ _CU = torch.tensor([0, 9])
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None if isinstance(value, type) else value[:40],
 )
-def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         flashtile.attention_column_sums(**{"q": _Q, "k": _K, "lse": _LSE, **arguments})
 
 
-def test_errors_of_packed_calls() -> None:
+def test_errors_of_packed_calls():
     packed = {"q": _Q[0], "k": _K[0], "lse": _LSE[0], "cu_seqlens_q": _CU}
     with pytest.raises(ValueError, match="max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask"):
         flashtile.attention_column_sums(**packed, mask=torch.ones(9, 11) > 0)
@@ -245,7 +243,7 @@ def test_errors_of_packed_calls() -> None:
         flashtile.attention_column_sums(**{**packed, "cu_seqlens_q": torch.tensor([0, 12])})
 
 
-def test_transforms_are_refused_instead_of_a_missing_derivative() -> None:
+def test_transforms_are_refused_instead_of_a_missing_derivative():
     with pytest.raises(NotImplementedError, match="it has no derivative"):
         torch.func.grad(lambda q: flashtile.attention_column_sums(q, _K, _LSE).sum())(_Q)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="it has no derivative"):

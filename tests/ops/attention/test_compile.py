@@ -4,8 +4,6 @@ What is held: the tiles of every row fit the on-chip memory, registers spill no 
 were chosen, the matrix products of Hopper run asynchronously, and every feature compiles.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 
@@ -26,7 +24,7 @@ from flashtile.ops.attention.gpu.reductions import bias_sum_kernel, shares_kerne
 from flashtile.ops.attention.gpu.score_source import tile_reads
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.common.tiles import tile_width
-from flashtile.testing.cases import AttentionCase, RelativeScore
+from flashtile.testing.cases import RelativeScore
 from support.attention.attention_cases import parameters, score_mod_combined
 from support.attention.width_mixes import (
     BACKWARD_MIXES,
@@ -202,7 +200,7 @@ _TABLE = {
         for case in _MATRIX
     ],
 )
-def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+def test_fits(arch, kernel, dtype, heads):
     case = _Fit(arch, kernel, dtype, heads)
     allowed = _spills_allowed(case.arch, case.dtype, case.kernel, tile_width(max(case.heads)))
     on_tensor_cores = case.source.constants["PRECISION"] == "bf16x6"
@@ -239,7 +237,7 @@ _LEARNED = {"softcap": 30.0, "alibi": 1, "sums_slopes": True, "sinks": True, "ha
         )
     ],
 )  # fmt: skip
-def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
+def test_dq_dk_and_dv_of_one_tile(arch, call):
     """Nothing is in a loop, so what spills, of a bias read by rows of 98 bytes most of all, does so once."""
     memory = devices.KNOWN_DEVICES[arch].shared_memory
     spilled = 320 if arch == "sm_80" else 256 if call.head_dim > 64 else 64
@@ -247,7 +245,7 @@ def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
 
 
 @pytest.mark.parametrize("arch, parts", [("sm_90", 2), ("sm_75", 86), ("gfx942", 86)])
-def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
+def test_sum_of_the_parts_of_a_bias(arch, parts):
     total = bias_sum_kernel(parts, call_on(arch, _WINDOWS_BIAS))
     check_code(total.source, arch, check_fit, devices.KNOWN_DEVICES[arch].shared_memory)
 
@@ -256,7 +254,7 @@ def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
     "arch, head_dim, head_dim_v, dtype",
     [("sm_90", 64, 64, _BF16), ("sm_75", 100, 512, _FP32), ("gfx942", 100, 512, _FP32)],
 )
-def test_sum_of_shares(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+def test_sum_of_shares(arch, head_dim, head_dim_v, dtype):
     dk, dv = (contiguous((2, 300, 8, width), dtype) for width in (head_dim, head_dim_v))
     total = shares_kernel(dk, dv, 4)
     assert [without_shares(of, 4).shape for of in (dk, dv)] == [(2, 300, 2, head_dim), (2, 300, 2, head_dim_v)]
@@ -275,7 +273,7 @@ def _width_mixes() -> list[Any]:
 
 
 @pytest.mark.parametrize("kernel, call", _width_mixes())
-def test_heads_of_v_of_another_width(kernel: str, call: Call) -> None:
+def test_heads_of_v_of_another_width(kernel, call):
     """Compiling searches the code for wrong addresses (`machine_code.compile_source`), which ptxas 12.8 wrote for some
     of these forwards. All pairs of 1, 7, 8, 16, 24, 32, 33, 40, 64, 72, 100 and 129 columns have layouts of tiles that
     are here: of 288 dense and packed forwards, 17 layouts."""
@@ -291,14 +289,14 @@ def _check_products(binary: Binary, products: str, shared_memory: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["dq", "dkdv"])
-def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel: str) -> None:
+def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel):
     """Triton loads a gathered tile ahead, as it does a tile of a bias."""
     source = call_source(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
     check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("case", parameters(score_mod_combined())[:4])
-def test_dq_of_a_score_function_with_another_feature(case: AttentionCase) -> None:
+def test_dq_of_a_score_function_with_another_feature(case):
     """In float32, where registers are the fewest: ptxas then saves uniform ones in others, which the search for wrong
     addresses must tell from registers without a value (`control_flow.unset_registers`). The other kernels and types of
     these cases are compiled by `tools/compile_versions.py`."""
@@ -306,7 +304,7 @@ def test_dq_of_a_score_function_with_another_feature(case: AttentionCase) -> Non
     check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
 
 
-def test_reads_of_a_row_or_a_column_alone_are_no_tiles() -> None:
+def test_reads_of_a_row_or_a_column_alone_are_no_tiles():
     table = torch.zeros(4, 4096)
     rows = flashtile.trace_score_mod(lambda s, b, h, q, k: s + table[h, q] * table[h, k])
     assert (tile_reads(_RELATIVE.program), tile_reads(rows.program), tile_reads(None)) == ((_FP32,), (), ())
@@ -331,7 +329,7 @@ def _wide_tables() -> list[Any]:
 
 
 @pytest.mark.parametrize("arch, kernel, call", _wide_tables())
-def test_tables_fit(arch: str, kernel: str, call: Call) -> None:
+def test_tables_fit(arch, kernel, call):
     check_code(call_source(kernel, arch, call), arch, _check_memory, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
@@ -355,7 +353,7 @@ def _on_hopper() -> list[Any]:
 
 
 @pytest.mark.parametrize("kernel, call", _on_hopper())
-def test_hopper_products_are_asynchronous(kernel: str, call: Call) -> None:
+def test_hopper_products_are_asynchronous(kernel, call):
     allowed = _spills_allowed("sm_90", _BF16, kernel, call.head_dim)
     check_code(call_source(kernel, "sm_90", call), "sm_90", _check_asynchronous, allowed)
 
@@ -373,7 +371,7 @@ _FETCHED_AHEAD = {"forward": 3, "dq": 3, "dkdv": 3 if triton.__version__.startsw
 
 
 @pytest.mark.parametrize("kernel, width", [*zip(_FETCHED_AHEAD, (64, 128, 64, 128))])
-def test_hopper_fetches_a_bias_ahead(kernel: str, width: int) -> None:
+def test_hopper_fetches_a_bias_ahead(kernel, width):
     source = call_source(kernel, "sm_90", Call(head_dim=width, head_dim_v=width, bias=_BIAS))
     allowed = _spills_allowed("sm_90", _BF16, kernel, width)
     check_code(source, "sm_90", _check_fetched_ahead, _FETCHED_AHEAD[kernel], allowed)
@@ -502,7 +500,7 @@ def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]
     }
 
 
-def test_features_are_in_what_is_compiled() -> None:
+def test_features_are_in_what_is_compiled():
     for (_, kernel, _), (source, shows) in _features().items():
         found = described(source)
         of_dropout = {"side.dropout_seed", "numbers.origin.row"} if kernel == "column_sums" else set()
@@ -528,12 +526,12 @@ def _compiled_features() -> list[Any]:
 
 
 @pytest.mark.parametrize("feature, kernel, arch", _compiled_features())
-def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
+def test_feature_compiles(feature, kernel, arch):
     source = call_source(kernel, arch, _FEATURES[feature].call)
     check_code(source, arch, _check_memory, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
-def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
+def test_only_a_call_that_may_hide_rows_has_dout_copied():
     """Into contiguous memory, as the kernels that read the copy are fastest; sinks are known then, and only then."""
     device = devices.KNOWN_DEVICES["sm_90"]
     plain, hiding = (plan("dq", device, Call(sinks=True, window_right=right)) for right in (0, -1))
@@ -546,7 +544,7 @@ def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
     assert keys[0] == keys[1]
 
 
-def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
+def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles():
     call = Call(bias=TensorFacts(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
     source = call_source("dbias", "sm_90", call)
     check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
@@ -556,7 +554,7 @@ def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "gfx942"])
-def test_8_bit_inputs_compile(arch: str) -> None:
+def test_8_bit_inputs_compile(arch):
     """Also for GPUs whose compiler does not know the type."""
     call = Call(head_dim=128, head_dim_v=128, dtype=torch.float8_e4m3fn, window_right=0, descales=True)
     source = call_source("forward", arch, call)

@@ -1,7 +1,5 @@
 """The CPU backend against the fp64 oracle: every feature and pair of features, on both of its paths."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

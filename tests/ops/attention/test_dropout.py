@@ -1,7 +1,5 @@
 """Dropout bits: Philox itself, the layout of its words over a mask, and their statistics."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -35,7 +33,7 @@ Words = tuple[int, int, int, int]
 
 
 @pytest.mark.parametrize("counter, key, words", KNOWN_ANSWERS, ids=["zeros", "ones", "pi"])
-def test_known_answers(counter: Words, key: tuple[int, int], words: Words) -> None:
+def test_known_answers(counter, key, words):
     low, high = key
     seed = torch.tensor(low | high << 32 if high < 2**31 else (low | high << 32) - 2**64)
     found = philox_words(seed, tuple(torch.tensor(c) for c in counter))
@@ -51,7 +49,7 @@ KNOWN_PAIRS = [
 
 
 @pytest.mark.parametrize("counter, key, words", KNOWN_PAIRS, ids=["zeros", "ones", "pi"])
-def test_known_pairs(counter: tuple[int, int], key: int, words: tuple[int, int]) -> None:
+def test_known_pairs(counter, key, words):
     left, right = counter
     found = pair_words(torch.tensor(key), (torch.tensor(left), torch.tensor(right)))
     assert tuple(word.item() & 0xFFFFFFFF for word in found) == words
@@ -67,7 +65,7 @@ def mask_by_hand(seed: Tensor, p: float, sequence_head: int, row: int, column: i
     return bits - 2**16 * (bits >= 2**15) >= keep_threshold(p) / 2**16
 
 
-def test_mask_is_the_documented_formula() -> None:
+def test_mask_is_the_documented_formula():
     mask = flashtile.dropout_mask(SEED, 0.5, batch=2, heads=3, seq_q=35, seq_k=50)
     places = list(itertools.product((0, 1), (0, 2), (0, 7, 8, 15, 16, 34), (0, 8, 9, 16, 31, 49)))
     by_hand = [mask_by_hand(SEED, 0.5, b * 3 + h, row, column) for b, h, row, column in places]
@@ -82,13 +80,13 @@ TILES = [
 
 
 @pytest.mark.parametrize("rows, columns", TILES, ids=str)
-def test_tile_is_a_part_of_the_mask(rows: range, columns: range) -> None:
+def test_tile_is_a_part_of_the_mask(rows, columns):
     mask = flashtile.dropout_mask(SEED, 0.3, batch=2, heads=2, seq_q=70, seq_k=90).flatten(0, 1)
     tile = keep_tile(SEED, 0.3, torch.tensor([2, 0]), rows, columns)
     assert torch.equal(tile, mask[[2, 0]][:, rows.start : rows.stop, columns.start : columns.stop])
 
 
-def test_tile_far_from_the_start() -> None:
+def test_tile_far_from_the_start():
     # Positions past 2**31 elements are nothing special, nor are batch * heads of that size.
     rows, columns = range(2**20, 2**20 + 3), range(2**30 + 5, 2**30 + 9)
     tile = keep_tile(SEED, 0.5, torch.tensor([2**31 - 1]), rows, columns)
@@ -99,7 +97,7 @@ def test_tile_far_from_the_start() -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 9)}], ids=["full", "causal", "window"])
-def test_backend_drops_the_same_weights_forward_and_backward(p: float, options: dict, backend: str) -> None:
+def test_backend_drops_the_same_weights_forward_and_backward(p, options, backend):
     batch, heads, seq_q, seq_k = 1, 3, 70, 90
     q, k = torch.zeros(batch, seq_q, heads, 4), torch.zeros(batch, seq_k, heads, 4)
     v = torch.eye(seq_k)[None, :, None].repeat(batch, 1, heads, 1).requires_grad_()
@@ -122,17 +120,17 @@ THRESHOLDS = [
 
 
 @pytest.mark.parametrize("p, threshold", THRESHOLDS, ids=str)
-def test_threshold(p: float, threshold: int) -> None:
+def test_threshold(p, threshold):
     assert keep_threshold(p) == threshold
 
 
-def test_nothing_and_almost_everything_is_dropped() -> None:
+def test_nothing_and_almost_everything_is_dropped():
     sizes = {"batch": 1, "heads": 1, "seq_q": 64, "seq_k": 64}
     assert flashtile.dropout_mask(SEED, 0.0, **sizes).all()
     assert not flashtile.dropout_mask(SEED, math.nextafter(1, 0), **sizes).any()
 
 
-def test_higher_probability_drops_more_of_the_same() -> None:
+def test_higher_probability_drops_more_of_the_same():
     masks = [flashtile.dropout_mask(SEED, p, batch=1, heads=2, seq_q=40, seq_k=40) for p in (0.1, 0.4, 0.8)]
     assert not (masks[1] & ~masks[0]).any()
     assert not (masks[2] & ~masks[1]).any()
@@ -145,21 +143,21 @@ def small_mask(seed: Tensor) -> Tensor:
     return flashtile.dropout_mask(seed, 0.5, batch=1, heads=1, seq_q=32, seq_k=32)
 
 
-def test_seed_and_offset_each_matter() -> None:
+def test_seed_and_offset_each_matter():
     masks = [small_mask(torch.tensor(pair)) for pair in ((1, 2), (2, 1), (1, 3), (2, 2))]
     for first, second in itertools.combinations(masks, 2):
         assert 0.4 < (first == second).float().mean() < 0.6
 
 
-def test_offset_counts_modulo_2_to_the_32() -> None:
+def test_offset_counts_modulo_2_to_the_32():
     assert torch.equal(small_mask(torch.tensor([5, 7])), small_mask(torch.tensor([5, 7 + 2**32])))
 
 
-def test_all_64_bits_of_the_seed_count() -> None:
+def test_all_64_bits_of_the_seed_count():
     assert not torch.equal(small_mask(torch.tensor([5, 7])), small_mask(torch.tensor([5 + 2**40, 7])))
 
 
-def test_drawn_seed_is_reproducible_and_in_range() -> None:
+def test_drawn_seed_is_reproducible_and_in_range():
     torch.manual_seed(1)
     first, second = flashtile.draw_dropout_seed(), flashtile.draw_dropout_seed("cpu")
     torch.manual_seed(1)
@@ -177,13 +175,13 @@ PROBABILITIES = (0.01, 0.1, 0.5, 0.9)
 
 
 @pytest.fixture(scope="module")
-def big_masks() -> dict[float, Tensor]:
+def big_masks():
     return {p: flashtile.dropout_mask(SEED, p, batch=3, heads=4, seq_q=160, seq_k=176) for p in PROBABILITIES}
 
 
 @pytest.mark.parametrize("p", PROBABILITIES)
 @pytest.mark.parametrize("dims", [(), (0, 1), (2,), (3,), (2, 3)], ids=["all", "heads", "rows", "columns", "places"])
-def test_keep_rate(big_masks: dict[float, Tensor], p: float, dims: tuple[int, ...]) -> None:
+def test_keep_rate(big_masks, p, dims):
     kept = big_masks[p].double()
     reduced = [dim for dim in range(4) if dim not in dims]
     rates = kept.mean(dim=reduced)
@@ -199,7 +197,7 @@ def test_keep_rate(big_masks: dict[float, Tensor], p: float, dims: tuple[int, ..
 @pytest.mark.parametrize(
     "shift", [(0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 0, 8), (0, 0, 8, 0), (0, 0, 8, 8), (0, 1, 0, 0), (1, 0, 0, 0)], ids=str
 )
-def test_neighbours_are_independent(big_masks: dict[float, Tensor], p: float, shift: tuple[int, ...]) -> None:
+def test_neighbours_are_independent(big_masks, p, shift):
     # The four words of one Philox call lie 8 rows and 8 columns apart.
     kept = big_masks[p].double() - (1 - p)
     other = kept.roll(shift, dims=(0, 1, 2, 3))
@@ -207,13 +205,13 @@ def test_neighbours_are_independent(big_masks: dict[float, Tensor], p: float, sh
     assert abs(correlation) < 5 / math.sqrt(kept.numel())
 
 
-def test_rows_and_columns_are_not_exchanged(big_masks: dict[float, Tensor]) -> None:
+def test_rows_and_columns_are_not_exchanged(big_masks):
     square = big_masks[0.5][..., :160].double() - 0.5
     correlation = 4 * (square * square.transpose(2, 3)).mean().item()
     assert abs(correlation - 1 / 160) < 8 / math.sqrt(square.numel()), "only the diagonal agrees with itself"
 
 
-def test_mean_of_many_seeds_is_the_undropped_output() -> None:
+def test_mean_of_many_seeds_is_the_undropped_output():
     q, k, v = (torch.randn(1, 4, 1, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     plain = flashtile.attention(q, k, v)
     seeds = [torch.tensor([seed, 0]) for seed in range(400)]

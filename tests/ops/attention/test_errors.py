@@ -1,7 +1,5 @@
 """Bad input: each error names the argument, what was expected, what came and the remedy."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable
@@ -338,7 +336,7 @@ SCORES = [
 
 
 @pytest.mark.parametrize("bad", QKV + OPTIONS + LENGTHS + SCORES, ids=lambda bad: bad.name)
-def test_wrong_argument_is_named(bad: Bad) -> None:
+def test_wrong_argument_is_named(bad):
     with pytest.raises(bad.error) as raised:
         bad.call(**bad.changes)
     pattern = ".*".join(map(re.escape, bad.message))
@@ -346,30 +344,30 @@ def test_wrong_argument_is_named(bad: Bad) -> None:
 
 
 @pytest.mark.parametrize("call", [dense, packed])
-def test_good_calls_are_good(call: Callable[..., Any]) -> None:
+def test_good_calls_are_good(call):
     assert call().isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["scale", "dropout_p", "softcap"])
 @pytest.mark.parametrize("number", [0, numpy.float32(0.5), numpy.float64(0.5)], ids=repr)
-def test_any_real_number_is_a_number(name: str, number: Any) -> None:
+def test_any_real_number_is_a_number(name, number):
     assert dense(**{name: number}).isfinite().all()
 
 
 @pytest.mark.parametrize("flag", ["return_lse", "scale", "causal", "dropout_p"])
-def test_options_are_keyword_only(flag: str) -> None:
+def test_options_are_keyword_only(flag):
     q = zeros(1, 1, 1, 1)
     with pytest.raises(TypeError, match="takes 3 arguments by position"):
         flashtile.attention(q, q, q, flag)
 
 
-def test_float64_on_triton_names_the_remedy() -> None:
+def test_float64_on_triton_names_the_remedy():
     inputs = {name: zeros(1, 2, 1, 8, dtype=torch.float64) for name in "qkv"}
     with pytest.raises(ValueError, match="triton"):
         dense(**inputs, backend="triton")
 
 
-def test_attribute_error_of_tensors_is_not_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attribute_error_of_tensors_is_not_disguised(monkeypatch):
     # An AttributeError makes the edge look for arguments that are no tensors; one of another cause stays what it is.
     monkeypatch.setattr(attention_checks, "check_qkv", lambda *_: torch.no_such_name)
     with pytest.raises(AttributeError, match="no_such_name"):
@@ -385,7 +383,7 @@ def test_attribute_error_of_tensors_is_not_disguised(monkeypatch: pytest.MonkeyP
     ],
     ids=["seed-int", "seed-none", "probability"],
 )
-def test_dropout_mask(arguments: dict[str, Any], message: str) -> None:
+def test_dropout_mask(arguments, message):
     good = {"dropout_seed": seed(2), "dropout_p": 0.5}
     with pytest.raises((TypeError, ValueError), match=message):
         flashtile.dropout_mask(**{**good, **arguments}, batch=1, heads=1, seq_q=2, seq_k=2)
@@ -393,13 +391,13 @@ def test_dropout_mask(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("size, error", [(-1, ValueError), (2.0, TypeError), (True, TypeError)])
 @pytest.mark.parametrize("name", ["batch", "heads", "seq_q", "seq_k"])
-def test_sizes_of_a_dropout_mask(name: str, size: Any, error: type) -> None:
+def test_sizes_of_a_dropout_mask(name, size, error):
     sizes = {"batch": 1, "heads": 1, "seq_q": 2, "seq_k": 2, name: size}
     with pytest.raises(error, match=f"{name}: expected .*, got {size}; pass that of the call"):
         flashtile.dropout_mask(torch.tensor([1, 2]), 0.5, **sizes)
 
 
-def test_values_are_read_on_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_read_on_a_gpu_only_on_request(monkeypatch):
     # A stand-in for a GPU tensor: what matters is only the type of its device.
     class OnGpu:
         device = torch.device("cuda")
@@ -412,7 +410,7 @@ def test_values_are_read_on_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatc
     assert checks.read_on_request(torch.zeros(1))
 
 
-def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_not_read_while_a_graph_is_captured(monkeypatch):
     class OnGpu:
         device = torch.device("cuda")
 
@@ -423,7 +421,7 @@ def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+def test_nested_tensors_are_refused(layout):
     nested = torch.nested.nested_tensor([zeros(3, 4, 8), zeros(5, 4, 8)], layout=layout)
     dense = zeros(2, 5, 4, 8)
     message = "expected a dense tensor, got a nested one; pass its values and offsets to flashtile.attention_varlen"
@@ -441,7 +439,7 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])
-def test_the_layout_of_pytorch_is_warned_of_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_of_pytorch_is_warned_of_once(layout, monkeypatch):
     monkeypatch.setattr(attention_checks, "_warned", False)
     q = zeros(16, 300, 8) if layout == "packed" else zeros(2, 16, 300, 8)
 
@@ -461,14 +459,14 @@ def test_the_layout_of_pytorch_is_warned_of_once(layout: str, monkeypatch: pytes
     assert "flashtile.scaled_dot_product_attention" in str(warning.message)
 
 
-def test_repeated_calls_do_not_look_at_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_calls_do_not_look_at_the_layout(monkeypatch):
     q = zeros(1, 5, 3, 8)
     flashtile.attention(q, q, q)
     monkeypatch.setattr(attention_checks, "warn_swapped_layout", lambda *arguments: pytest.fail("looks at the layout"))
     flashtile.attention(q, q, q)
 
 
-def test_counts_beyond_64_bits_are_refused_by_name() -> None:
+def test_counts_beyond_64_bits_are_refused_by_name():
     q, huge = zeros(4, 2, 8), 2**70
     calls: dict[str, Callable[[], object]] = {
         "max_seqlen_q": lambda: flashtile.attention_varlen(q, q, q, cumulative(0, 4), max_seqlen_q=huge),

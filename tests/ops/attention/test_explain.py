@@ -1,7 +1,5 @@
 """`flashtile.explain` tells what a call would run, from the same choices that the call makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ def _explain(seq: int = 4096, head_dim: int = 128, dtype: torch.dtype = torch.bf
 
 
 @pytest.mark.parametrize("arch", KNOWN_DEVICES)
-def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -> None:
+def test_every_known_architecture_is_served_by_the_portable_kernels(arch):
     dtype = torch.float16
     found = _explain(dtype=dtype, device=arch, backend="triton")
     assert found.backend == "triton" and found.device == arch
@@ -36,7 +34,7 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
 
 
 @pytest.mark.parametrize("learns", [False, True])
-def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns: bool) -> None:
+def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns):
     table = torch.zeros(8191, device="meta", requires_grad=learns)
 
     def relative(score, batch, head, q_index, k_index):
@@ -59,9 +57,7 @@ def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns: 
         (512, 96, (1, 2, 512, 512), "hopper", "hopper"),
     ],
 )  # fmt: skip
-def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
-    seq: int, head_dim: int, bias: tuple[int, ...] | None, forward: str, backward: str
-) -> None:
+def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(seq, head_dim, bias, forward, backward):
     q = torch.empty(4, seq, 2, head_dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
     added = None if bias is None else q.new_empty(bias)
     automatic, named = (
@@ -84,9 +80,7 @@ def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
     ],
     ids=str,
 )
-def test_who_computes_the_gradient_of_a_bias(
-    shape: tuple[int, ...], arguments: dict[str, Any], kernels: list[tuple[str, str]]
-) -> None:
+def test_who_computes_the_gradient_of_a_bias(shape, arguments, kernels):
     q, k = (torch.empty(4, seq, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for seq in shape[2:])
     if shape[2] == 1:
         q = k
@@ -95,7 +89,7 @@ def test_who_computes_the_gradient_of_a_bias(
     assert [(kernel.name, kernel.backend) for kernel in found.kernels][1:] == kernels
 
 
-def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_function() -> None:
+def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_function():
     dense = torch.empty(4, 768, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     bias, seen = dense.new_empty(2, 768, 768).requires_grad_(), torch.ones(1, 1, 768, 768, dtype=torch.bool).tril()
     cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
@@ -116,7 +110,7 @@ def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_fu
     assert "64 queries × 128 keys, 2 computing" in described(wide, block_mask=mask)
 
 
-def test_forward_and_backward_may_be_of_two_backends() -> None:
+def test_forward_and_backward_may_be_of_two_backends():
     found = _explain(device="sm_90")
     assert isinstance(found, flashtile.Explanation)
     assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
@@ -128,13 +122,13 @@ def test_forward_and_backward_may_be_of_two_backends() -> None:
     assert "128 keys, 3 computing warpgroups of which one loads" in str(wide.kernels[1])
 
 
-def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
+def test_a_tiny_scale_takes_the_statistics_off_without_a_product():
     usual, tiny, none = (_explain(device="sm_90", scale=scale).kernels[1] for scale in (-0.1, -1e-20, 0.0))
     assert usual.tiles.statistics_multiplied and usual == none and not tiny.tiles.statistics_multiplied
     assert tiny.shared_memory < usual.shared_memory
 
 
-def test_dq_that_nobody_adds_to_takes_a_place_on_chip() -> None:
+def test_dq_that_nobody_adds_to_takes_a_place_on_chip():
     """TMA stores it through that place. In the first call all keys are one tile; in the second, dq is a sum of two."""
     single, summed = (_explain(device="sm_90", head_dim=256, seq=seq).kernels[1] for seq in (64, 128))
     assert single.tiles.sums_by_tma and not summed.tiles.sums_by_tma
@@ -150,7 +144,7 @@ def test_dq_that_nobody_adds_to_takes_a_place_on_chip() -> None:
         ({"device": "sm_80"}, "for sm_90"),
     ],
 )
-def test_why_the_hopper_kernels_do_not_serve_a_call(arguments: dict, reason: str) -> None:
+def test_why_the_hopper_kernels_do_not_serve_a_call(arguments, reason):
     arguments = {"device": "sm_90", **arguments}
     automatic = _explain(**arguments)
     assert automatic.backend == "triton" and reason in automatic.rejected["hopper"]
@@ -158,7 +152,7 @@ def test_why_the_hopper_kernels_do_not_serve_a_call(arguments: dict, reason: str
     assert by_name.backend is None and reason in by_name.reason
 
 
-def test_tiles_follow_the_call() -> None:
+def test_tiles_follow_the_call():
     full, causal = (
         _explain(device="sm_90", backend="triton", head_dim=64, causal=causal).kernels[1].tiles
         for causal in (False, True)
@@ -173,7 +167,7 @@ def test_tiles_follow_the_call() -> None:
     ).kernels[2].tiles  # fmt: skip
 
 
-def test_on_the_cpu_it_says_who_computes_and_why() -> None:
+def test_on_the_cpu_it_says_who_computes_and_why():
     q = torch.empty(1, 256, 2, 64)
     assert "PyTorch's CPU flash attention" in str(flashtile.explain(q, q, q, causal=True))
     assert "with tables" in str(flashtile.explain(q, q, q, window=(16, 0)))
@@ -182,19 +176,19 @@ def test_on_the_cpu_it_says_who_computes_and_why() -> None:
     assert "needs a GPU" in capped.rejected["triton"] or "interpreted" in capped.rejected["triton"]
 
 
-def test_packed_calls_are_recognised_by_their_cumulative_lengths() -> None:
+def test_packed_calls_are_recognised_by_their_cumulative_lengths():
     packed = torch.empty(10, 2, 64)
     found = flashtile.explain(packed, packed, packed, torch.tensor([0, 4, 10]))
     assert "packed" in found.kernels[0].name
 
 
-def test_a_backend_that_cannot_serve_is_told_not_raised() -> None:
+def test_a_backend_that_cannot_serve_is_told_not_raised():
     found = _explain(dtype=torch.float64, device="sm_90", backend="triton")
     assert found.backend is None and "float64" in found.reason and not found.kernels
     assert str(found).startswith("backend: none")
 
 
-def test_auto_with_no_backend_left_gives_each_reason() -> None:
+def test_auto_with_no_backend_left_gives_each_reason():
     found = _explain(dtype=torch.float64, device="sm_90")
     assert found.backend is None and "float64" in found.reason
 
@@ -203,21 +197,21 @@ def test_auto_with_no_backend_left_gives_each_reason() -> None:
     "name, arch",
     [("h100", "sm_90"), ("GH-200", "sm_90"), ("RTX 4090", "sm_89"), ("MI300X", "gfx942"), ("sm_120", "sm_120")],
 )
-def test_gpus_have_names(name: str, arch: str) -> None:
+def test_gpus_have_names(name, arch):
     assert _explain(device=name) == _explain(device=arch)
 
 
-def test_each_architecture_has_a_gpu_with_a_name() -> None:
+def test_each_architecture_has_a_gpu_with_a_name():
     assert set(devices._ARCHITECTURES.values()) == set(devices.KNOWN_DEVICES)
 
 
 @pytest.mark.parametrize("device", ["sm_1", "meta", "nonsense"])
-def test_unknown_devices_raise_and_name_the_known_ones(device: str) -> None:
+def test_unknown_devices_raise_and_name_the_known_ones(device):
     with pytest.raises(ValueError, match=r"device: expected .*'h100', or one of .*sm_90.*gfx942"):
         _explain(device=device)
 
 
-def test_bad_calls_raise_as_the_call_itself() -> None:
+def test_bad_calls_raise_as_the_call_itself():
     with pytest.raises(ValueError, match="window: expected left"):
         _explain(device="sm_90", window=(-1, 0))
     with pytest.raises(ValueError, match="dropout_p"):
@@ -242,14 +236,14 @@ _CU_SEQLENS = torch.tensor([0, 4, 10])
         (None, {"dropout_p": 0.1, "dropout_seed": 7}, TypeError, "dropout_seed: expected an int64 tensor, got int"),
     ],
 )
-def test_bad_lengths_raise_as_the_call_itself(cu_seqlens, arguments, error, message) -> None:
+def test_bad_lengths_raise_as_the_call_itself(cu_seqlens, arguments, error, message):
     rows = torch.empty(10, 2, 64)
     rows = rows[None] if cu_seqlens is None else rows
     with pytest.raises(error, match=message):
         flashtile.explain(rows, rows, rows, cu_seqlens, **arguments)
 
 
-def test_under_autocast_it_tells_of_the_dtype_that_the_call_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_it_tells_of_the_dtype_that_the_call_has(monkeypatch):
     monkeypatch.setattr(cpu_backend, "multiplies_float16", lambda: False)
     rows = torch.empty(1, 10, 2, 64)
     with torch.autocast("cpu", torch.float16):

@@ -1,7 +1,5 @@
 """ALiBi of keys that all lie far from their queries: scores near -400, and weights that depend on their differences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +47,7 @@ def check(backend: str, device: str = "cpu", more: str = "", batch: int = 40) ->
     [(True, ""), (False, ""), (False, "sinks"), (False, "bias")],
     ids=["torch", "tiles", "tiles-sinks", "tiles-bias"],
 )
-def test_cpu(by_torch: bool, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu(by_torch, more, monkeypatch):
     if not by_torch:
         from flashtile.ops.attention import cpu
 
@@ -59,23 +57,23 @@ def test_cpu(by_torch: bool, more: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("more", ["", "sinks", "bias"])
-def test_interpreted(more: str) -> None:
+def test_interpreted(more):
     check("triton", more=more, batch=4 if more == "bias" else 12)
 
 
 @pytest.mark.interpreter
-def test_far_keys_have_the_weights_of_near_ones_interpreted() -> None:
+def test_far_keys_have_the_weights_of_near_ones_interpreted():
     check_far_alibi("triton", 16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", ["", "sinks", "bias"])
-def test_gpu(more: str) -> None:
+def test_gpu(more):
     check("triton", "cuda", more)
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_far_keys_have_the_weights_of_near_ones(backend: str, head_dim: int) -> None:
+def test_far_keys_have_the_weights_of_near_ones(backend, head_dim):
     check_far_alibi(backend, head_dim, "cuda")

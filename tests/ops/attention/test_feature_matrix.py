@@ -1,8 +1,6 @@
 """Which backend serves which feature: the table of the document is that of the code, pairs of features are served
 where each of them is, and what is claimed for a backend agrees with the oracle on it."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from dataclasses import replace
@@ -36,13 +34,13 @@ asks_for_gpus = pytest.mark.skipif(
 
 
 @asks_for_gpus
-def test_the_document_has_the_table_of_the_code() -> None:
+def test_the_document_has_the_table_of_the_code():
     text = matrix.DOCUMENT.read_text("utf-8")
     assert matrix.written(text) == text, "run: python tools/feature_matrix.py --write"
 
 
 @asks_for_gpus
-def test_a_pair_is_served_where_both_are() -> None:
+def test_a_pair_is_served_where_both_are():
     labels = {feature.label for feature in matrix.FEATURES}
     assert all(labels.issuperset(feature.apart) for feature in matrix.FEATURES)
     alone = [(matrix.served(change(matrix.BASE)), change, f) for f in matrix.FEATURES for change in f.changes]
@@ -76,17 +74,17 @@ def _claimed(backend: str) -> list[pytest.param]:
 
 
 @pytest.mark.parametrize("case", _claimed("cpu"))
-def test_what_is_claimed_for_the_cpu(case: AttentionCase) -> None:
+def test_what_is_claimed_for_the_cpu(case):
     check(case, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [] if devices.interpreting() else _claimed("triton"))
-def test_what_is_claimed_for_triton(case: AttentionCase) -> None:
+def test_what_is_claimed_for_triton(case):
     check(replace(case, seq_q=200, seq_k=300), "triton", "cuda")
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("case", [] if devices.interpreting() else _claimed("hopper"))
-def test_what_is_claimed_for_hopper(case: AttentionCase) -> None:
+def test_what_is_claimed_for_hopper(case):
     check(replace(case, seq_q=200, seq_k=300), "hopper", "cuda")

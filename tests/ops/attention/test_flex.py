@@ -1,7 +1,5 @@
 """`flashtile.flex_attention` against PyTorch's function of this name, on a CPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +47,7 @@ def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("score_mod", [None, relative, capped], ids=["none", "relative", "capped"])
 @pytest.mark.parametrize("mask_mod", [None, causal, sliding], ids=["all", "causal", "sliding"])
-def test_agrees_with_pytorch(score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None) -> None:
+def test_agrees_with_pytorch(score_mod, mask_mod):
     query, key, value = inputs()
     block_mask = None if mask_mod is None else create_block_mask(mask_mod, None, None, SEQ, SEQ, device="cpu")
     found = flashtile.flex_attention(query, key, value, score_mod, block_mask, 0.3)
@@ -57,7 +55,7 @@ def test_agrees_with_pytorch(score_mod: Callable[..., Tensor] | None, mask_mod: 
     assert_same(found, expected)
 
 
-def test_statistics_as_asked_for() -> None:
+def test_statistics_as_asked_for():
     query, key, value = inputs(seq_k=70)
     scores = query @ key.transpose(-1, -2) / 4 * 0.5
     half: Callable[..., Tensor] = lambda score, b, h, q, k: 0.5 * score  # noqa: E731
@@ -73,7 +71,7 @@ def test_statistics_as_asked_for() -> None:
     assert aux.max_scores is None
 
 
-def test_grouped_heads_and_gradients() -> None:
+def test_grouped_heads_and_gradients():
     query, key, value = (tensor.requires_grad_() for tensor in inputs(heads_kv=2))
     table = torch.randn(HEADS, 2 * SEQ, dtype=torch.float64, requires_grad=True)
 
@@ -94,7 +92,7 @@ def test_grouped_heads_and_gradients() -> None:
 
 
 @pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def conversions(monkeypatch):
     """The masks of PyTorch that have been converted, by their ids."""
     found: list[int] = []
     convert = flashtile.BlockMask.from_flex
@@ -112,7 +110,7 @@ def assert_as_pytorch(block_mask: torch_flex.BlockMask) -> None:
     assert_same(flashtile.flex_attention(query, key, value, block_mask=block_mask), expected)
 
 
-def test_a_mask_of_pytorch_is_converted_once(conversions: list[int]) -> None:
+def test_a_mask_of_pytorch_is_converted_once(conversions):
     documents, size = torch.arange(SEQ) // 40, 30
 
     def document_entries(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -142,7 +140,7 @@ class Holder:
     newest = 149
 
 
-def test_a_mask_of_pytorch_is_what_its_function_reads_now(conversions: list[int]) -> None:
+def test_a_mask_of_pytorch_is_what_its_function_reads_now(conversions):
     """A captured tensor that is changed in place, variables, a list, a dictionary, and another mask_mod."""
     newest, last, lasts, named = torch.tensor(149), 149, [149], {"last": 149}
     block_mask = masked(
@@ -178,7 +176,7 @@ def test_a_mask_of_pytorch_is_what_its_function_reads_now(conversions: list[int]
     assert_converted(8)
 
 
-def test_a_mask_of_pytorch_has_the_blocks_that_are_listed_now() -> None:
+def test_a_mask_of_pytorch_has_the_blocks_that_are_listed_now():
     """PyTorch's function looks at them only under `torch.compile`, so it is not asked."""
     query, key, value = inputs()
     block_mask = masked(lambda b, h, q, k: k <= 140)
@@ -197,7 +195,7 @@ def test_a_mask_of_pytorch_has_the_blocks_that_are_listed_now() -> None:
     assert_same(found(), torch.zeros_like(query_in_tile))
 
 
-def test_a_mask_that_reads_an_object_is_converted_in_each_call(conversions: list[int]) -> None:
+def test_a_mask_that_reads_an_object_is_converted_in_each_call(conversions):
     holder = Holder()
     block_mask = masked(lambda b, h, q, k: k <= holder.newest)
     assert_as_pytorch(block_mask)
@@ -206,7 +204,7 @@ def test_a_mask_that_reads_an_object_is_converted_in_each_call(conversions: list
     assert len(conversions) == 2
 
 
-def test_a_mask_of_inference_mode_is_what_its_tensors_hold(conversions: list[int]) -> None:
+def test_a_mask_of_inference_mode_is_what_its_tensors_hold(conversions):
     """They count no changes."""
     with torch.inference_mode():
         newest = torch.tensor(149)
@@ -217,7 +215,7 @@ def test_a_mask_of_inference_mode_is_what_its_tensors_hold(conversions: list[int
     assert len(conversions) == 2
 
 
-def test_a_compiled_mask_of_pytorch_is_what_its_function_reads_now() -> None:
+def test_a_compiled_mask_of_pytorch_is_what_its_function_reads_now():
     query, key, value = inputs()
     newest = torch.tensor(149)
     block_mask = masked(lambda b, h, q, k: k <= newest)
@@ -237,7 +235,7 @@ def test_a_compiled_mask_of_pytorch_is_what_its_function_reads_now() -> None:
     assert_same(whole(query, flashtile.BlockMask.from_flex(block_mask)), model(query, block_mask))
 
 
-def test_a_slice_of_a_mask_needs_a_function_of_its_own() -> None:
+def test_a_slice_of_a_mask_needs_a_function_of_its_own():
     query, key, value = inputs()
     block_mask = create_block_mask(causal, 2, None, SEQ, SEQ, device="cpu", BLOCK_SIZE=64)
     part = block_mask[1:]
@@ -256,13 +254,13 @@ def test_a_slice_of_a_mask_needs_a_function_of_its_own() -> None:
     assert_same(flashtile.flex_attention(query[:, :, :128], key, value, block_mask=first), expected)
 
 
-def test_a_function_that_changes_nothing_costs_nothing() -> None:
+def test_a_function_that_changes_nothing_costs_nothing():
     query, key, value = (tensor.float().transpose(1, 2) for tensor in inputs())
     answer = flashtile.explain(query, key, value, score_mod=lambda score, *_: score)
     assert "PyTorch's CPU flash attention" in answer.kernels[0].name
 
 
-def test_keys_that_all_sequences_share() -> None:
+def test_keys_that_all_sequences_share():
     """As PyTorch serves them: beside a block mask."""
     query, key, value = (tensor.requires_grad_() for tensor in inputs())
     mask = create_block_mask(lambda b, h, q, k: q + b >= k, 2, None, SEQ, SEQ, device="cpu")
@@ -274,7 +272,7 @@ def test_keys_that_all_sequences_share() -> None:
     assert_same(*(torch.autograd.grad(found.sin().sum(), leaves) for found in (out, expected)))
 
 
-def test_refusals() -> None:
+def test_refusals():
     query, key, value = inputs()
     for wrong, message in (
         ((query, key[:1], value[:1]), "key: expected the batch size of query, 2, or 1 beside a block_mask, got 1"),

@@ -1,8 +1,6 @@
 """Functions as users of FlexAttention write them, unchanged: makers of functions, masks of masks, tables that functions
 close over, partial functions and modules. Each against PyTorch's function on a CPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -183,7 +181,7 @@ def inputs() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str) -> None:
+def test_masks(name):
     mask = create_block_mask(MASKS[name], BATCH, HEADS, SEQ, SEQ, device="cpu")
     query, key, value = inputs()
     expected = torch_flex.flex_attention(query, key, value, block_mask=mask)
@@ -193,14 +191,14 @@ def test_masks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(name: str) -> None:
+def test_scores(name):
     query, key, value = inputs()
     mask = create_block_mask(MASKS["documents"], BATCH, HEADS, SEQ, SEQ, device="cpu")
     expected = torch_flex.flex_attention(query, key, value, SCORES[name], mask)
     assert_same(flashtile.flex_attention(query, key, value, SCORES[name], mask), expected)
 
 
-def test_a_module_with_buckets_and_its_gradient() -> None:
+def test_a_module_with_buckets_and_its_gradient():
     module = RelativeBias(16, HEADS)
     query, key, value = inputs()
     found = flashtile.flex_attention(query, key, value, module)

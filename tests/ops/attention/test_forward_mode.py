@@ -1,8 +1,6 @@
 """Forward-mode derivatives: against those that PyTorch makes of the eager reference in float64, alone and beneath other
 transforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWar
 
 
 @pytest.fixture
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_rows(monkeypatch):
     """So few rows at a time that short sequences have many parts."""
     monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 0)
     monkeypatch.setattr(derivatives, "_FEWEST_ROWS", 16)
@@ -86,25 +84,25 @@ def check(case: AttentionCase, backend: str = "cpu", device: str = "cpu") -> Non
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_agrees_with_the_oracle(case: AttentionCase) -> None:
+def test_agrees_with_the_oracle(case):
     check(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["plain", "everything", "packed+band causal", "softcap+sinks"])
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_other_dtypes(name, dtype):
     check(replace(PAIRS[name], dtype=dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["plain", "everything", "packed+band causal", "softcap+sinks"])
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu(name, dtype):
     check(replace(PAIRS[name], dtype=dtype, head_dim=64, head_dim_v=64), "auto", "cuda")
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_block_mask() -> None:
+def test_block_mask():
     dense = torch.rand(1, 4, 100, 130, generator=torch.Generator().manual_seed(0)) < 0.5
     dense[:, :, 3] = dense[:, :, :64, :64] = False
     q, k = torch.randn(2, 100, 4, 8, dtype=torch.float64), torch.randn(2, 130, 2, 8, dtype=torch.float64)
@@ -143,12 +141,12 @@ def problem(name: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tenso
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name):
     assert gradcheck(*problem(name), check_forward_ad=True, check_backward_ad=False)
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_forward_over_reverse(name: str) -> None:
+def test_forward_over_reverse(name):
     assert gradgradcheck(*problem(name), check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False)
 
 
@@ -163,7 +161,7 @@ def example() -> Tensor:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window": (2, 1)}], ids=["plain", "softcap"])
-def test_jacobians_and_hessians(options: dict[str, Any], backend: str) -> None:
+def test_jacobians_and_hessians(options, backend):
     q = example()
     attend = lambda q: flashtile.attention(q, q, q, backend=backend, **options)  # noqa: E731
     assert_same(torch.func.jacfwd(attend)(q), torch.func.jacrev(attend)(q))
@@ -173,7 +171,7 @@ def test_jacobians_and_hessians(options: dict[str, Any], backend: str) -> None:
     assert_same(torch.func.jacrev(torch.func.jacfwd(of_loss))(q), expected)
 
 
-def test_jacobian_with_everything_beside_q() -> None:
+def test_jacobian_with_everything_beside_q():
     # Reverse mode cannot: it maps the backward, and vmap is refused with these.
     sinks, seed = torch.randn(2, dtype=torch.float64), torch.tensor([3, 4])
     options = {"sinks": sinks, "mask": torch.ones(4, 4).tril() > 0, "dropout_p": 0.3, "dropout_seed": seed}
@@ -184,7 +182,7 @@ def test_jacobian_with_everything_beside_q() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes", "sinks"])
-def test_several_tangents_at_once(name: str) -> None:
+def test_several_tangents_at_once(name):
     """As `torch.autograd.functional.jacobian` maps over them, which knows fewer operations than `torch.func`."""
     k, v = torch.randn(2, 1, 6, 2, 3, dtype=torch.float64)
     tensors = {"q": torch.randn(1, 5, 4, 3, dtype=torch.float64), "k": k, "v": v}
@@ -199,7 +197,7 @@ def test_several_tangents_at_once(name: str) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_rows_whose_window_lies_behind_the_last_key() -> None:
+def test_rows_whose_window_lies_behind_the_last_key():
     q, k = torch.randn(1, 200, 1, 4), torch.randn(1, 2, 1, 4)
     _, tangent = torch.func.jvp(
         lambda q: flashtile.attention(q, k, k, window=(3, 0), align="top_left"), (q,), (torch.ones_like(q),)
@@ -207,7 +205,7 @@ def test_rows_whose_window_lies_behind_the_last_key() -> None:
     assert not tangent[:, 5:].any() and tangent.isfinite().all()
 
 
-def test_dual_tensors() -> None:
+def test_dual_tensors():
     q, direction = example(), example().cos()
     expected = torch.func.jvp(loss, (q,), (direction,))
     with forward_ad.dual_level():
@@ -215,7 +213,7 @@ def test_dual_tensors() -> None:
     assert_same((found.primal, found.tangent), expected)
 
 
-def test_dual_tensors_through_a_backward() -> None:
+def test_dual_tensors_through_a_backward():
     # Without create_graph, so nothing else would ask for a backward that can be differentiated.
     q, direction = example().requires_grad_(), example().cos()
     with forward_ad.dual_level():
@@ -225,7 +223,7 @@ def test_dual_tensors_through_a_backward() -> None:
     assert_same(tangent, torch.einsum("abcdefgh,efgh->abcd", hessian, direction))
 
 
-def test_only_what_moves_has_a_tangent() -> None:
+def test_only_what_moves_has_a_tangent():
     q, k, v = (torch.randn(1, 5, 2, 4, dtype=torch.float64) for _ in range(3))
     for name in "qkv":
         given = {"q": q, "k": k, "v": v}
@@ -236,14 +234,14 @@ def test_only_what_moves_has_a_tangent() -> None:
         assert_same(tangent, expected)
 
 
-def test_forward_mode_in_forward_mode_is_refused_instead_of_a_zero_tangent() -> None:
+def test_forward_mode_in_forward_mode_is_refused_instead_of_a_zero_tangent():
     with pytest.raises(NotImplementedError, match="use reverse mode for one of the two"):
         torch.func.jacfwd(torch.func.jacfwd(loss))(example())
     with pytest.raises(NotImplementedError, match="use reverse mode for one of the two"):
         torch.func.jacfwd(torch.func.jacfwd(torch.func.grad(loss)))(example())
 
 
-def test_part_of_a_larger_call() -> None:
+def test_part_of_a_larger_call():
     q, k, slopes = torch.randn(2, 3, 2, 4), torch.randn(2, 5, 2, 4), torch.rand(2)
     part = flashtile.AttentionPart(row=4, column=3, seq_q=9, seq_k=11, head=1, heads=4, sequence=2)
     options = {"window": (4, 1), "dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}
@@ -256,7 +254,7 @@ def test_part_of_a_larger_call() -> None:
     assert gradcheck(call, given, check_forward_ad=True)
 
 
-def test_padded_keys_may_be_nan() -> None:
+def test_padded_keys_may_be_nan():
     q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 5, 2, 8)
     k[1, 2:] = float("nan")
     call = lambda q, k: flashtile.attention(q, k, k, key_lengths=torch.tensor([5, 2]), return_lse=True)  # noqa: E731
@@ -264,7 +262,7 @@ def test_padded_keys_may_be_nan() -> None:
     assert all(tangent.isfinite().all() for tangent in moved)
 
 
-def test_rows_without_a_key_do_not_move() -> None:
+def test_rows_without_a_key_do_not_move():
     q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8)
     call = lambda q, k: flashtile.attention(q, k, k, causal=True, return_lse=True)  # noqa: E731
     _, (dout, dlse) = torch.func.jvp(call, (q, k), (q, k))
@@ -272,7 +270,7 @@ def test_rows_without_a_key_do_not_move() -> None:
     assert dout[:, 2:].isfinite().all() and dlse[..., 2:].isfinite().all()
 
 
-def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
+def test_autocast_does_not_reach_the_arithmetic_inside():
     q, k = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
 
     def call(q: Tensor, k: Tensor) -> Tensor:
@@ -284,7 +282,7 @@ def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
     assert torch.equal(narrow, torch.func.jvp(call, *given)[1])
 
 
-def test_nothing_as_large_as_the_scores_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_as_large_as_the_scores_is_made(monkeypatch):
     monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 2**16)
     made: list[int] = []
 
@@ -301,11 +299,11 @@ def test_nothing_as_large_as_the_scores_is_made(monkeypatch: pytest.MonkeyPatch)
     assert max(made) <= 64 * 2 * 2048 < 2048 * 2048 / 10
 
 
-def test_the_value_is_that_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_value_is_that_of_the_backend(monkeypatch):
     q = torch.randn(2, 9, 2, 8)
     value, _ = torch.func.jvp(lambda q: flashtile.attention(q, q, q, backend="cpu"), (q,), (q,))
     assert torch.equal(value, flashtile.attention(q, q, q, backend="cpu"))
 
 
-def test_base_is_many_parts() -> None:
+def test_base_is_many_parts():
     assert BASE.seq_q > 2 * 16

@@ -1,8 +1,5 @@
 """Inputs of float8_e4m3fn: what they stand for, on every backend, and what they do not have."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -182,12 +179,12 @@ cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, c
 
 @places("reference", "cpu", "interpreted", "gpu", "hopper")
 @cases
-def test_every_number_stands_for_itself_times_its_factor(case: Case, backend: str, device: str) -> None:
+def test_every_number_stands_for_itself_times_its_factor(case, backend, device):
     check(case, backend, device, multiplies_8_bits=backend == "hopper")
 
 
 @cases
-def test_eager_products_of_8_bits_are_those_of_the_numbers(case: Case) -> None:
+def test_eager_products_of_8_bits_are_those_of_the_numbers(case):
     problem = Problem(case)
     for name, found, exact, near in zip(
         ("out", "lse"), problem.eager(), problem.computed(torch.float64), problem.computed(torch.float32)
@@ -202,14 +199,14 @@ _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "a
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_portable_kernel_over_many_tiles(head_dim: int) -> None:
+def test_portable_kernel_over_many_tiles(head_dim):
     check(Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True}), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("heads, arguments", turns(_HEADS, _MASKS, 2), ids=str)
-def test_hopper_kernel_over_many_tiles(heads: tuple[int, int], arguments: dict) -> None:
+def test_hopper_kernel_over_many_tiles(heads, arguments):
     head_dim, head_dim_v = heads
     case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, arguments=arguments)
     check(case, "hopper", "cuda", multiplies_8_bits=True)
@@ -218,7 +215,7 @@ def test_hopper_kernel_over_many_tiles(heads: tuple[int, int], arguments: dict) 
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_hopper_kernel_packed_over_many_tiles(head_dim: int) -> None:
+def test_hopper_kernel_packed_over_many_tiles(head_dim):
     lengths = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
     for arguments in _MASKS:
         case = Case(lengths=lengths, head_dim=head_dim, head_dim_v=head_dim, arguments=arguments)
@@ -229,7 +226,7 @@ def test_hopper_kernel_packed_over_many_tiles(head_dim: int) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("tile", [(128, 128), (256, 128), (128, 384)], ids=str)
-def test_hopper_kernel_over_the_tiles_of_a_block_mask(tile: tuple[int, int], head_dim: int, head_dim_v: int) -> None:
+def test_hopper_kernel_over_the_tiles_of_a_block_mask(tile, head_dim, head_dim_v):
     for arguments in _MASKS[:3]:
         case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, arguments=arguments)
         check(case, "hopper", "cuda", multiplies_8_bits=True)
@@ -246,14 +243,14 @@ def test_hopper_kernel_over_the_tiles_of_a_block_mask(tile: tuple[int, int], hea
     ],
     ids=["more-queries", "more-keys", "packed"],
 )
-def test_hopper_kernel_with_three_consumers(case: Case) -> None:
+def test_hopper_kernel_with_three_consumers(case):
     """With a band, calls so long that three take turns; without one also shorter calls have three."""
     for arguments in ({"causal": True}, {"causal": True, "softcap": 5.0}):
         check(Case(**{**vars(case), "arguments": arguments}), "hopper", "cuda", multiplies_8_bits=True)
 
 
 @pytest.fixture
-def long_from_the_first_query(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def long_from_the_first_query(monkeypatch):
     """All sequences are cut as long ones are."""
     for name in ("LONG_8", "LONG_8_CAUSAL"):
         monkeypatch.setattr(configs, name, 1)
@@ -278,7 +275,7 @@ def long_from_the_first_query(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     ids=["few-keys", "more-keys", "more-queries", "packed", "packed-long"],
 )
 @pytest.mark.parametrize("head_dim, head_dim_v", [(80, 48), (96, 96), (128, 128)], ids=str)
-def test_hopper_kernel_for_long_sequences(head_dim: int, head_dim_v: int, sizes: dict, arguments: dict) -> None:
+def test_hopper_kernel_for_long_sequences(head_dim, head_dim_v, sizes, arguments):
     case = Case(**sizes, head_dim=head_dim, head_dim_v=head_dim_v, arguments=arguments)
     check(case, "hopper", "cuda", multiplies_8_bits=True)
 
@@ -286,7 +283,7 @@ def test_hopper_kernel_for_long_sequences(head_dim: int, head_dim_v: int, sizes:
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.usefixtures("long_from_the_first_query")
-def test_long_sequences_give_the_same_bits() -> None:
+def test_long_sequences_give_the_same_bits():
     case = Case(batch=6, heads=8, heads_kv=8, seq_q=2100, seq_k=2100, head_dim=128, head_dim_v=128)
     for arguments in ({}, {"causal": True}):
         problem = Problem(Case(**{**vars(case), "arguments": arguments}), "cuda")
@@ -297,7 +294,7 @@ def test_long_sequences_give_the_same_bits() -> None:
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits(head_dim: int) -> None:
+def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits(head_dim):
     case = Case(batch=6, heads=8, heads_kv=8, seq_q=1300, seq_k=1300, head_dim=head_dim, head_dim_v=head_dim)
     for arguments in ({}, {"causal": True}):
         problem = Problem(Case(**{**vars(case), "arguments": arguments}), "cuda")
@@ -308,7 +305,7 @@ def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits(
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-def test_many_keys_do_not_add_up_to_an_error() -> None:
+def test_many_keys_do_not_add_up_to_an_error():
     """64k keys that all say the same: what each adds is small beside the sum."""
     case = Case(batch=1, heads=2, heads_kv=2, seq_q=64, seq_k=65536, head_dim=128, head_dim_v=128)
     problem = Problem(case, "cuda")
@@ -329,7 +326,7 @@ def test_many_keys_do_not_add_up_to_an_error() -> None:
     ],
     ids=["heads-first", "padded", "expanded"],
 )
-def test_values_may_have_any_strides(laid_out: Callable[[Tensor], Tensor]) -> None:
+def test_values_may_have_any_strides(laid_out):
     problem = Problem(Case(**_LARGE, head_dim=96, head_dim_v=96), "cuda")
     given = laid_out(problem.qkv[2])
     results = []
@@ -339,7 +336,7 @@ def test_values_may_have_any_strides(laid_out: Callable[[Tensor], Tensor]) -> No
 
 
 @places("cpu", "interpreted")
-def test_all_that_e4m3_can_hold(backend: str, device: str) -> None:
+def test_all_that_e4m3_can_hold(backend, device):
     """NaN among them; one key a row, so that out is v."""
     v = torch.arange(256, dtype=torch.uint8).view(FP8).view(8, 1, 1, 32)
     q = torch.zeros(8, 1, 1, 16).to(FP8)
@@ -350,7 +347,7 @@ def test_all_that_e4m3_can_hold(backend: str, device: str) -> None:
 # What goes with it
 
 
-def test_what_else_a_call_has_is_served() -> None:
+def test_what_else_a_call_has_is_served():
     problem = Problem(Case())
     seed = flashtile.draw_dropout_seed()
     options = {
@@ -372,7 +369,7 @@ def test_what_else_a_call_has_is_served() -> None:
     assert_close("lse", lse, oracle[1], eager[1])
 
 
-def test_factors_broadcast_and_may_be_left_out() -> None:
+def test_factors_broadcast_and_may_be_left_out():
     problem = Problem(Case())
     plain = problem.run(descale_q=None, descale_k=None, descale_v=None)
     one = torch.ones(())
@@ -383,7 +380,7 @@ def test_factors_broadcast_and_may_be_left_out() -> None:
 
 
 @places("cpu", "interpreted")
-def test_factors_whose_product_is_0(backend: str, device: str) -> None:
+def test_factors_whose_product_is_0(backend, device):
     """Factors whose product is 0 in float32 make scores of 0, and hidden keys stay hidden."""
     problem = Problem(Case())
     tiny = torch.full((2, 2), 2.0**-80)
@@ -396,7 +393,7 @@ def test_factors_whose_product_is_0(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
-def test_sinks_and_slopes_are_of_the_dtype_of_out_or_of_lse(name: str) -> None:
+def test_sinks_and_slopes_are_of_the_dtype_of_out_or_of_lse(name):
     problem = Problem(Case())
     numbers = torch.tensor([0.5, 0.25, 1.0, 2.0])
     expected = problem.run(**{name: numbers})
@@ -406,14 +403,14 @@ def test_sinks_and_slopes_are_of_the_dtype_of_out_or_of_lse(name: str) -> None:
             problem.run(**{name: numbers.to(wrong)})
 
 
-def test_autocast_leaves_them_as_they_are() -> None:
+def test_autocast_leaves_them_as_they_are():
     problem = Problem(Case())
     out, _ = problem.run()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(problem.run()[0], out)
 
 
-def test_the_operator_keeps_its_promises() -> None:
+def test_the_operator_keeps_its_promises():
     problem = Problem(Case(seq_q=5, seq_k=7))
     out, lse = torch.compile(problem.run, backend="aot_eager", fullgraph=True)()
     wanted = problem.run()
@@ -427,7 +424,7 @@ def _refuses(error: type[Exception], message: str, **changes: Any) -> None:
         Problem(Case()).run(**changes)
 
 
-def test_bad_factors() -> None:
+def test_bad_factors():
     _refuses(
         TypeError, "descale_q: expected dtype float32, got torch.float64; cast", descale_q=torch.ones(2, 2).double()
     )
@@ -444,7 +441,7 @@ def test_bad_factors() -> None:
         flashtile.attention(q, q, q, descale_k=torch.ones(1, 2))
 
 
-def test_there_are_no_gradients() -> None:
+def test_there_are_no_gradients():
     problem = Problem(Case(sinks=True))
     problem.descales[0].requires_grad_()
     with pytest.raises(ValueError, match=r"no backward.*torch.no_grad"):
@@ -461,13 +458,13 @@ def test_there_are_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("function", [flashtile.attention_probs, flashtile.attention_column_sums])
-def test_others_do_not_take_them(function: Any) -> None:
+def test_others_do_not_take_them(function):
     q = torch.zeros(1, 4, 2, 8).to(FP8)
     with pytest.raises(TypeError, match=r"expected dtype float16.*got torch.float8_e4m3fn"):
         function(q, q, *([torch.zeros(1, 2, 4)] if function is flashtile.attention_column_sums else []))
 
 
-def test_other_types_of_8_bits_are_refused() -> None:
+def test_other_types_of_8_bits_are_refused():
     q = torch.zeros(1, 4, 2, 8).to(torch.float8_e5m2)
     with pytest.raises(TypeError, match=r"or float8_e4m3fn.*got torch.float8_e5m2"):
         flashtile.attention(q, q, q)
@@ -481,7 +478,7 @@ def _explain(device: str = "sm_90", head_dim: int = 128, dtype: torch.dtype = FP
     return flashtile.explain(x, x, x, device=device, **arguments)
 
 
-def test_who_serves_a_call() -> None:
+def test_who_serves_a_call():
     if devices.triton_missing():
         pytest.skip(devices.triton_missing())
     found = _explain()
@@ -497,7 +494,7 @@ def test_who_serves_a_call() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_quantize(dtype: torch.dtype) -> None:
+def test_quantize(dtype):
     x = torch.randn(2, 50, 4, 24, dtype=torch.float32)
     x[0, :, 1] *= 1e-3
     x[1, :, 2] = 0
@@ -513,7 +510,7 @@ def test_quantize(dtype: torch.dtype) -> None:
     assert descale[1, 2] == 1 and (descale > 0).all() and (rounded.float().abs().amax((1, 3))[0] == 448).all()
 
 
-def test_quantize_shares_factors_and_takes_packed_sequences() -> None:
+def test_quantize_shares_factors_and_takes_packed_sequences():
     x = torch.randn(50, 4, 24)
     rounded, descale = flashtile.quantize_fp8(x, 2)
     assert rounded.shape == x.shape and descale.shape == (1, 2)

@@ -4,8 +4,6 @@ ptxas 12.8 made wrong machine code for 24 of these pairs from an earlier form of
 was loaded after `q kᵀ` (`ops/common/triton/functions.py`). Every result of the others was right.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +23,14 @@ def _case(head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", _WIDTHS)
-def test_every_pair(head_dim: int) -> None:
+def test_every_pair(head_dim):
     for head_dim_v in _WIDTHS:
         check(_case(head_dim, head_dim_v), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim_v", [width for width in _WIDTHS if width <= 32])
-def test_v_with_a_narrower_swizzle_in_other_calls(head_dim_v: int) -> None:
+def test_v_with_a_narrower_swizzle_in_other_calls(head_dim_v):
     lengths: dict[str, Any] = {"lengths_q": (53, 0, 70), "lengths_k": (113, 20, 64)}
     for head_dim in (width for width in _WIDTHS if width > head_dim_v):
         case = _case(head_dim, head_dim_v, torch.float16)

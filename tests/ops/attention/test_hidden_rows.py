@@ -1,7 +1,5 @@
 """Rows that see no key: no gradient passes through them on any backend, not even NaN from above."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -105,18 +103,18 @@ EVERYWHERE = ("reference", "cpu", "interpreted", "gpu")
 
 @places(*EVERYWHERE, dtypes=True)
 @pytest.mark.parametrize("name", HIDING)
-def test_nan_from_above_does_not_spread(name: str, backend: str, device: str, dtype: torch.dtype) -> None:
+def test_nan_from_above_does_not_spread(name, backend, device, dtype):
     check(name, backend, device, dtype)
 
 
 @places("interpreted", "gpu", dtypes=True)
-def test_nan_from_above_does_not_spread_in_wide_heads(backend: str, device: str, dtype: torch.dtype) -> None:
+def test_nan_from_above_does_not_spread_in_wide_heads(backend, device, dtype):
     check("mask", backend, device, dtype, width=272)
 
 
 @places("hopper", dtypes=True)
 @pytest.mark.parametrize("name", IN_HOPPER_KERNELS)
-def test_nothing_spreads_in_hopper_kernels(name: str, backend: str, device: str, dtype: torch.dtype) -> None:
+def test_nothing_spreads_in_hopper_kernels(name, backend, device, dtype):
     check(name, backend, device, dtype)
     check_sinks(name, backend, device, dtype)
 
@@ -140,14 +138,12 @@ def check_sinks(name: str, backend: str, device: str = "cpu", dtype: torch.dtype
 
 @places(*EVERYWHERE, dtypes=True)
 @pytest.mark.parametrize("name", HIDING)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on(
-    name: str, backend: str, device: str, dtype: torch.dtype
-) -> None:
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on(name, backend, device, dtype):
     check_sinks(name, backend, device, dtype)
 
 
 @places(*EVERYWHERE, "hopper", dtypes=True)
-def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str, device: str, dtype: torch.dtype) -> None:
+def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend, device, dtype):
     shapes = (1, 6, 1, 64 if device == "cuda" else 16), (1, 4, 1, 64 if device == "cuda" else 16)
     q, k = (torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes)
     out = flashtile.attention(q, k, k, causal=True, sinks=torch.zeros(1, device=device), backend=backend)
@@ -159,7 +155,7 @@ def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str, device: s
 
 
 @places(*EVERYWHERE, "hopper", dtypes=True)
-def test_rows_past_the_last_sequence_give_sinks_no_gradient(backend: str, device: str, dtype: torch.dtype) -> None:
+def test_rows_past_the_last_sequence_give_sinks_no_gradient(backend, device, dtype):
     q = torch.randn(20, 2, 64 if device == "cuda" else 16).to(device, dtype).requires_grad_()
     sinks = torch.zeros(2, device=device).requires_grad_()
     cu_seqlens = torch.tensor([0, 5, 13], device=device)
@@ -181,7 +177,7 @@ def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -
 
 @pytest.mark.parametrize("top_left", [False, True])
 @pytest.mark.parametrize("seq_q, seq_k", [(4, 4), (6, 3), (3, 6), (1, 5), (5, 1)])
-def test_the_host_knows_when_a_band_hides_rows(seq_q: int, seq_k: int, top_left: bool) -> None:
+def test_the_host_knows_when_a_band_hides_rows(seq_q, seq_k, top_left):
     q, k = torch.empty(1, seq_q, 1, 8), torch.empty(1, seq_k, 1, 8)
     for left, right in product(_SIDES, _SIDES):
         diagonal = torch.arange(seq_q)[:, None] + (0 if top_left else seq_k - seq_q)
@@ -198,7 +194,7 @@ def test_the_host_knows_when_a_band_hides_rows(seq_q: int, seq_k: int, top_left:
     assert not may_hide_rows(q, k, SideInputs(), AttentionSpec(1.0))
 
 
-def test_packed_sequences_of_equal_lengths_hide_nothing() -> None:
+def test_packed_sequences_of_equal_lengths_hide_nothing():
     q, cu_seqlens = torch.empty(6, 1, 8), torch.tensor([0, 2, 6])
     same, other = SideInputs(cu_seqlens, cu_seqlens, 4, 4), SideInputs(cu_seqlens, cu_seqlens.clone(), 4, 4)
     assert not may_hide_rows(q, q, same, AttentionSpec(1.0, 3, 0))
@@ -238,15 +234,13 @@ _WITH_TABLES: list[dict[str, Any]] = [{}, {"window": (4, 0)}, {"sinks": torch.te
 @pytest.mark.parametrize("options", [*_WITH_TABLES, {"mask": torch.arange(20).remainder(3) > 0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_score_of_minus_infinity_hides_its_key(
-    backend: str, dtype: torch.dtype, options: dict[str, Any], seq: int
-) -> None:
+def test_a_score_of_minus_infinity_hides_its_key(backend, dtype, options, seq):
     if "mask" in options:
         options = {"mask": options["mask"].repeat(seq // 20)}
     _check_scores_of_minus_infinity(backend, "cpu", dtype, seq, 16, **options)
 
 
-def test_one_query_of_minus_infinity_hides_all_keys() -> None:
+def test_one_query_of_minus_infinity_hides_all_keys():
     """Also where keys are computed in splits."""
     k = torch.rand(1, 3000, 2, 64) + 0.1
     q = torch.full((1, 1, 2, 64), -torch.inf)
@@ -258,12 +252,12 @@ def test_one_query_of_minus_infinity_hides_all_keys() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("options", _WITH_TABLES, ids=str)
-def test_a_score_of_minus_infinity_hides_its_key_in_interpreted_kernels(options: dict[str, Any]) -> None:
+def test_a_score_of_minus_infinity_hides_its_key_in_interpreted_kernels(options):
     _check_scores_of_minus_infinity("triton", "cpu", torch.float32, 20, 16, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", _WITH_TABLES, ids=str)
 @pytest.mark.parametrize("backend", ["auto", "triton", "split"])
-def test_a_score_of_minus_infinity_hides_its_key_on_a_gpu(backend: str, options: dict[str, Any]) -> None:
+def test_a_score_of_minus_infinity_hides_its_key_on_a_gpu(backend, options):
     _check_scores_of_minus_infinity(backend, "cuda", torch.bfloat16, 100, 64, **options)

@@ -1,7 +1,5 @@
 """The Hopper kernels: which calls they serve, how a launch is planned, and their machine code, all without a GPU."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math
@@ -152,7 +150,7 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
     ],
     ids=str,
 )
-def test_who_serves_a_forward(changes: dict, backend: str) -> None:
+def test_who_serves_a_forward(changes, backend):
     assert _chosen("forward", **changes) == backend
     assert _chosen("forward", "hopper", **changes) == ("hopper" if backend == "hopper" else None)
     assert _chosen("forward", "triton", **changes) == "triton"
@@ -164,11 +162,11 @@ def test_who_serves_a_forward(changes: dict, backend: str) -> None:
     [{}, {"block_tile": (256, 384)}, {"head_dim": 192}, {"head_dim_v": 256, "block_tile": (128, 64)}],
     ids=str,
 )
-def test_block_masks_of_large_tiles_are_served(phase: Phase, changes: dict) -> None:
+def test_block_masks_of_large_tiles_are_served(phase, changes):
     assert _chosen(phase, **{"block_tile": (128, 128), **changes}) == "hopper"
 
 
-def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
+def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one():
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
     assert _chosen("forward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
@@ -188,7 +186,7 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_backward_of_wide_heads_lacks_is_portable(changes: dict) -> None:
+def test_what_a_backward_of_wide_heads_lacks_is_portable(changes):
     """`explain` says what is missing."""
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=256, **changes) == "hopper"
@@ -198,12 +196,12 @@ def test_what_a_backward_of_wide_heads_lacks_is_portable(changes: dict) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"cu_seqlens_q": True}, {"key_lengths": True}, {"softcap": 5.0}], ids=str)
-def test_a_backward_of_wide_heads_has_lengths_and_soft_caps(changes: dict) -> None:
+def test_a_backward_of_wide_heads_has_lengths_and_soft_caps(changes):
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=320, **changes) == "hopper"
 
 
-def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
+def test_only_a_plain_backward_of_float32_has_hopper_kernels():
     def chosen(backend: str = "auto", phase: Phase = "backward", head_dim: int = 128, **changes: Any) -> str | None:
         return _chosen(phase, backend, dtype=torch.float32, head_dim=head_dim, **changes)
 
@@ -216,7 +214,7 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
 
 
-def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
+def test_only_a_plain_forward_of_float32_has_hopper_kernels():
     def chosen(backend: str = "auto", head_dim: int = 256, **changes: Any) -> str | None:
         return _chosen("forward", backend, dtype=torch.float32, **{"head_dim": head_dim, "rows": 1024, **changes})
 
@@ -242,12 +240,12 @@ def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
         (8, 256, 8, 256, 128, False), (8, 256, 8, 256, 136, True), (16, 512, 8, 1024, 128, True),
     ],
 )  # fmt: skip
-def test_where_parts_of_float32_pay(batch: int, rows: int, heads: int, keys: int, widest: int, pay: bool) -> None:
+def test_where_parts_of_float32_pay(batch, rows, heads, keys, widest, pay):
     call = Call(batch=batch, seq_q=rows, seq_k=keys, heads=heads, head_dim=widest, head_dim_v=widest)
     assert parts_pay(machine_code.hopper_call(call)) is pay
 
 
-def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
+def test_the_interpreter_and_the_cpu_have_no_hopper_kernels():
     call = _call("forward")
     interpreting = call.machine._replace(interpreting=True)
     assert select.BACKENDS.choose(call._replace(machine=interpreting)).backend != "hopper"
@@ -276,12 +274,12 @@ def _spaced(*strides: int, shape: tuple[int, ...] = (2, 5, 3, 8)) -> torch.Tenso
         (_spaced(1, 24, 4, shape=(1, 5, 3, 8)), False),
     ],
 )
-def test_what_tma_can_read(tensor: torch.Tensor, aligned: bool) -> None:
+def test_what_tma_can_read(tensor, aligned):
     assert alignment.aligned(tensor) is aligned
     assert alignment.aligned(_spaced(120, 24, 8), tensor) is aligned
 
 
-def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
+def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too():
     q, k = (torch.zeros(1, 70, 1, 24, dtype=torch.bfloat16)[..., :20] for _ in range(2))
     v, spec = torch.zeros(1, 70, 1, 24, dtype=torch.bfloat16), AttentionSpec(1.0)
     assert unsupported_reason(hopper_call("forward", q, k, v, SideInputs(), spec)) is None
@@ -298,7 +296,7 @@ def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
      (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0)), (257, (256, 16)), (320, (256, 64)),
      (400, (256, 256)), (512, (256, 256))],
 )  # fmt: skip
-def test_heads_are_padded_little(head_dim: int, chunks: tuple[int, int]) -> None:
+def test_heads_are_padded_little(head_dim, chunks):
     assert configs.column_chunks(head_dim) == chunks
 
 
@@ -318,7 +316,7 @@ def test_heads_are_padded_little(head_dim: int, chunks: tuple[int, int]) -> None
     ],
     ids=str,
 )
-def test_columns_of_scores(head_dim: int, dtype: torch.dtype, columns: int) -> None:
+def test_columns_of_scores(head_dim, dtype, columns):
     assert configs.score_columns(head_dim, dtype) == columns
     constants = hopper_plan(_CALL._replace(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)).kernel.source.constants
     assert constants["SCORE_COLUMNS"] == columns
@@ -328,18 +326,18 @@ def test_columns_of_scores(head_dim: int, dtype: torch.dtype, columns: int) -> N
     "head_dim_v, parts, chunks",
     [(256, 1, (256, 0)), (264, 2, (128, 16)), (320, 2, (128, 32)), (384, 2, (128, 64)), (512, 2, (256, 0))],
 )
-def test_wide_values_are_cut_into_parts(head_dim_v: int, parts: int, chunks: tuple[int, int]) -> None:
+def test_wide_values_are_cut_into_parts(head_dim_v, parts, chunks):
     assert (configs.value_parts(head_dim_v), configs.value_chunks(head_dim_v)) == (parts, chunks)
 
 
-def test_parts_of_wide_values_have_all_columns() -> None:
+def test_parts_of_wide_values_have_all_columns():
     for head_dim_v in range(8, 513, 8):
         parts, width = configs.value_parts(head_dim_v), sum(configs.value_chunks(head_dim_v))
         assert (parts - 1) * width < head_dim_v <= parts * width and width <= 256
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_each_part_of_wide_values_has_its_own_lines(packed: bool) -> None:
+def test_each_part_of_wide_values_has_its_own_lines(packed):
     call = _CALL._replace(head_dim=512, head_dim_v=512, seq_q=1000, sequences=3 if packed else None)
     given = passed_by(hopper_plan(call).kernel)
     assert given["problem.lines"] == 2 * (4 if packed else 8) and given["problem.heads"] == 4
@@ -370,7 +368,7 @@ def _backward_call(head_dim: int, head_dim_v: int, **fields: Any) -> description
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
-def test_every_head_fits_on_chip(dtype: torch.dtype) -> None:
+def test_every_head_fits_on_chip(dtype):
     found: set[configs.HopperConfig] = set()
     heads = _HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS]
     biases = (False,) if dtype is configs.FP8 else (False, True)
@@ -409,7 +407,7 @@ def test_every_head_fits_on_chip(dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) -> None:
+def test_long_8_bit_calls_have_a_third_consumer(change, consumers):
     """Neither in a window nor over a block mask, whose tiles 192 rows do not divide."""
     call = _CALL._replace(**{"dtype": configs.FP8, **change})
     config, source = hopper_config(call), hopper_plan(call).kernel.source
@@ -443,9 +441,7 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
     ],
     ids=str,
 )
-def test_short_calls_have_smaller_tiles(
-    change: dict, consumers: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_calls_have_smaller_tiles(change, consumers, keys, monkeypatch):
     """And so have calls in narrow windows; unless tables or dropout need the larger ones, which were measured so."""
     monkeypatch.setattr(configs, "triton_version", lambda: (3, 6))
     width, length = change.pop("head_dim"), change.pop("seq")
@@ -466,9 +462,7 @@ def test_short_calls_have_smaller_tiles(
     ],
     ids=str,
 )
-def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(
-    change: dict, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(change, keys, monkeypatch):
     """With Triton 3.8 and later; not in float16, nor where two consumers serve."""
     call = _CALL._replace(**{"head_dim": 64, "head_dim_v": 64, **change})
     monkeypatch.setattr(configs, "triton_version", lambda: (3, 7))
@@ -491,7 +485,7 @@ def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(
         ({"bias": _PADDING._replace(shape=(2, 4, 4096, 4096), dtype=torch.bfloat16)}, False, False),
     ],
 )
-def test_order_and_end_of_tiles_with_tables(change: dict, batch_first: bool, mask_ends_keys: bool) -> None:
+def test_order_and_end_of_tiles_with_tables(change, batch_first, mask_ends_keys):
     constants = hopper_plan(_CALL._replace(**change)).kernel.source.constants
     assert (constants["BATCH_FIRST"], constants["MASK_ENDS_KEYS"]) == (batch_first, mask_ends_keys)
 
@@ -517,7 +511,7 @@ def test_order_and_end_of_tiles_with_tables(change: dict, batch_first: bool, mas
     ],
     ids=str,
 )
-def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
+def test_programs_and_order(change, programs, dynamic):
     plan = hopper_plan(_CALL._replace(multiprocessors=132, **change))
     assert (plan.kernel.programs, plan.dynamic) == (programs, dynamic)
 
@@ -553,7 +547,7 @@ _UNMOVED = TensorFacts(torch.bfloat16, (1, 1, 1024, 1023), (1, 1, 1023, 1))
     ],
     ids=str,
 )
-def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, change: dict, block_m: int) -> None:
+def test_few_tiles_have_one_consumer(head_dim, heads, rows, change, block_m):
     fields = {"batch": 1, "heads": heads, "heads_kv": heads, "seq_q": rows, "multiprocessors": 132, **change}
     spills = fields.pop("spills", False)
     config = configs.choose_config(_situation(head_dim, head_dim, **fields), spills)
@@ -569,7 +563,7 @@ def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, chang
         (128, 2048, 256, False, 128), (64, 320, 320, False, 128),
     ],
 )  # fmt: skip
-def test_an_odd_number_of_tiles_of_64_keys(head_dim: int, queries: int, keys: int, right: bool, block_n: int) -> None:
+def test_an_odd_number_of_tiles_of_64_keys(head_dim, queries, keys, right, block_n):
     band = {"window_right": 0} if right else {}
     config = configs.choose_config(_situation(head_dim, head_dim, seq_q=queries, seq_k=keys, **band))
     assert config.block_n == block_n
@@ -580,13 +574,13 @@ def test_an_odd_number_of_tiles_of_64_keys(head_dim: int, queries: int, keys: in
     [{"seq_q": 5001, "seq_k": 1777}, {"batch": 7}, {"heads": 8}, {"row_stride": 8192}, {"window_right": 5}],
     ids=str,
 )
-def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
+def test_other_sizes_and_strides_need_no_other_binary(change):
     call = _CALL._replace(window_right=0)
     assert hopper_plan(call._replace(**change)).kernel.source == hopper_plan(call).kernel.source
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_the_backward_of_slopes_is_served(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_of_slopes_is_served(learned, monkeypatch):
     monkeypatch.setattr(description, "current_machine", lambda device: HOPPER)
     q = torch.empty(1, 80, 2, 64, dtype=torch.bfloat16)
     side = SideInputs(alibi_slopes=torch.empty(2))
@@ -597,7 +591,7 @@ def test_the_backward_of_slopes_is_served(learned: bool, monkeypatch: pytest.Mon
     assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", "hopper"]
 
 
-def test_windows_and_sizes_are_run_time_arguments() -> None:
+def test_windows_and_sizes_are_run_time_arguments():
     call = _CALL._replace(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=200, window_left=2**40, window_right=7)
     given = passed_by(hopper_plan(call).kernel)
     names = ("batch", "heads", "group", "rows_q", "rows_k", "tiles", "lines", "window.left", "window.right")
@@ -607,9 +601,7 @@ def test_windows_and_sizes_are_run_time_arguments() -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_a_launch_says_where_the_parts_of_a_block_mask_are(
-    phase: str, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_says_where_the_parts_of_a_block_mask_are(phase, heads, monkeypatch):
     """Each under the name of the kernel's parameter: offsets, tiles, kinds, ranks behind the kinds, bits, order."""
     dense = torch.rand(1, heads, 500, 700, generator=torch.Generator().manual_seed(0)) < 0.3
     mask = BlockMask.from_dense(dense, (128, 256))
@@ -684,7 +676,7 @@ _LOOPS: dict[str, list[tuple[tuple[int, int, int, int], tuple[int, ...], dict[st
 
 
 @pytest.mark.parametrize("constant", _LOOPS)
-def test_loops_of_the_backward(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_of_the_backward(constant, monkeypatch):
     """Masked steps beside ALiBi, and with a Triton that makes products wait there, never have a loop of their own."""
     for sizes, widths, spec, value in _LOOPS[constant]:
 
@@ -736,9 +728,8 @@ _LINES = [
 
 @pytest.mark.parametrize("batch, rows, keys, heads, heads_kv, head_dim, band, whole", _LINES)
 def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
-    batch: int, rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, band: str, whole: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    batch, rows, keys, heads, heads_kv, head_dim, band, whole, monkeypatch
+):
     spec = {"causal": {"window_right": 0}, "window": {"window_left": 128, "window_right": 0}, "full": {}}[band]
     for deterministic in (False, True):
         of = AttentionSpec(0.1, deterministic=deterministic, **spec)
@@ -761,10 +752,7 @@ def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
     ],
     ids=str,
 )  # fmt: skip
-def test_walks_beyond_the_cache_begin_where_others_are(
-    rows: int, heads: int, heads_kv: int, spec: dict[str, Any], shares_progress: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_walks_beyond_the_cache_begin_where_others_are(rows, heads, heads_kv, spec, shares_progress, monkeypatch):
     for head_dim in (64, 128, 256):
         plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
         for kernel in map(plan.pipeline.plans.get, ("begin", "main")):
@@ -793,10 +781,7 @@ def test_walks_beyond_the_cache_begin_where_others_are(
     ],
     ids=str,
 )
-def test_few_walks_are_divided(
-    batch: int, rows: int, heads: int, heads_kv: int, spec: dict[str, Any], shares: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_few_walks_are_divided(batch, rows, heads, heads_kv, spec, shares, monkeypatch):
     plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
     assert shares_of(plan) == shares
     given = [
@@ -813,9 +798,7 @@ def test_few_walks_are_divided(
     "sequences, longest, heads, heads_kv, shares",
     [(400, 100, 32, 4, 1), (100, 300, 32, 8, 1), (8, 1500, 8, 1, 4), (4, 30000, 8, 1, 4), (16, 3987, 32, 8, 2)],
 )
-def test_walks_of_packed_sequences_are_divided_by_the_longest(
-    sequences: int, longest: int, heads: int, heads_kv: int, shares: int
-) -> None:
+def test_walks_of_packed_sequences_are_divided_by_the_longest(sequences, longest, heads, heads_kv, shares):
     """A walk visits the queries of its sequence, not all of the call. In steps of 64 queries, a model of 132 thread
     blocks takes 234 for 400 sequences of 100 rows, in four shares 400."""
     shapes = ((sequences * longest * 3 // 4, each, 128) for each in (heads, heads_kv))
@@ -838,9 +821,8 @@ def test_walks_of_packed_sequences_are_divided_by_the_longest(
     ids=str,
 )
 def test_long_walks_of_one_length_take_no_more_thread_blocks_than_each_round_needs(
-    batch: int, rows: int, heads: int, heads_kv: int, spec: dict[str, Any], programs: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    batch, rows, heads, heads_kv, spec, programs, monkeypatch
+):
     plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
     assert plan.pipeline.plans["main"].programs == programs
 
@@ -858,9 +840,8 @@ def test_long_walks_of_one_length_take_no_more_thread_blocks_than_each_round_nee
     ids=str,
 )
 def test_few_walks_over_many_queries_are_in_parts(
-    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], shares: int,
-    parts: int | None, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    rows, keys, heads, heads_kv, head_dim, spec, shares, parts, monkeypatch
+):
     plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, 4)
     given = passed_by(plan.pipeline.plans["main"])
     assert (shares_of(plan), given.get("problem.parts")) == (shares, parts)
@@ -868,9 +849,7 @@ def test_few_walks_over_many_queries_are_in_parts(
 
 
 @pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
-def test_statistics_in_units_of_a_tiny_scale_are_no_operands(
-    scale: float, multiplied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_in_units_of_a_tiny_scale_are_no_operands(scale, multiplied, monkeypatch):
     """Divided by it lse might be more than a bfloat16 holds."""
     constants = _main_constants(512, 512, 2, 2, 128, AttentionSpec(scale), monkeypatch)
     assert constants["STATISTICS_MULTIPLIED"] is multiplied
@@ -917,9 +896,7 @@ _NUMBERS = SimpleNamespace(
 @pytest.mark.parametrize(
     "tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 200, 1, 8), (2, 5, 2, 8)]
 )
-def test_order_of_the_listed_key_tiles_of_the_backward(
-    tiles: int, lines: int, first: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_of_the_listed_key_tiles_of_the_backward(tiles, lines, first, together, monkeypatch):
     """Every key tile of every line once: the first of all lines, and then those of a few lines side by side."""
     monkeypatch.setattr(schedule, "gl", _NUMBERS)
     _number_lines(monkeypatch)
@@ -940,9 +917,7 @@ def test_order_of_the_listed_key_tiles_of_the_backward(
         (8, 41, 1, 40),
     ],
 )  # fmt: skip
-def test_order_of_uneven_tiles(
-    tiles: int, lines: int, closing: int, last: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_of_uneven_tiles(tiles, lines, closing, last, monkeypatch):
     """Every tile of every line once: of eight lines side by side, and at the end of at least `closing`, each time from
     the last tile to the first."""
     _number_lines(monkeypatch)
@@ -958,7 +933,7 @@ def test_order_of_uneven_tiles(
 
 
 @pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 256])
-def test_which_walks_take_two_rounds(tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_walks_take_two_rounds(tiles, monkeypatch):
     """As the kernel lets lines take turns: no group of them is more than two rounds, and none before the last less."""
     predicted = {lines: schedule.take_two_rounds(tiles, lines, 132) for lines in (1, 8, 9, 12, 16, 24, 32, 64, 200)}
     _number_lines(monkeypatch)
@@ -968,7 +943,7 @@ def test_which_walks_take_two_rounds(tiles: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
-def test_tiles_before_the_last_lines(tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_before_the_last_lines(tiles, monkeypatch):
     cases = list(itertools.product((1, 3, 8, 9, 24, 200), (1, 8)))
     predicted = [schedule.tiles_before_last(tiles, lines, group) for lines, group in cases]
     _number_lines(monkeypatch)
@@ -1000,9 +975,8 @@ _DIVISIONS = [
 
 @pytest.mark.parametrize("batch, rows, heads, heads_kv, head_dim, band, shares", _DIVISIONS)
 def test_heads_that_share_keys_are_divided_for_the_cache(
-    batch: int, rows: int, heads: int, heads_kv: int, head_dim: int, band: str, shares: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    batch, rows, heads, heads_kv, head_dim, band, shares, monkeypatch
+):
     spec = {"causal": {"window_right": 0}, "window": {"window_left": 1024, "window_right": 0}, "full": {}}[band]
     plan = _main_plan(rows, rows, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, batch)
     _, dk, dv = gradients_of(plan)
@@ -1011,9 +985,7 @@ def test_heads_that_share_keys_are_divided_for_the_cache(
 
 @pytest.mark.parametrize("group, start, steps", [(1, 7, 5), (4, 9, 10), (3, 0, 1)])
 @pytest.mark.parametrize("way", [-1, 1])
-def test_steps_of_a_key_tile_in_the_backward(
-    group: int, start: int, steps: int, way: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_key_tile_in_the_backward(group, start, steps, way, monkeypatch):
     """All heads of each query tile, from the first tile on; the next step is found without the number of this one."""
     monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
     monkeypatch.setattr(backward_tiles, "_rotated", backward_tiles._rotated.fn)
@@ -1029,9 +1001,7 @@ def test_steps_of_a_key_tile_in_the_backward(
 
 @pytest.mark.parametrize("last, unmasked, masked", [(7, 5, 2), (9, 3, 2), (4, 0, 2), (6, 7, 0)])
 @pytest.mark.parametrize("up", [False, True])
-def test_query_tiles_of_a_key_tile_that_may_go_up(
-    last: int, unmasked: int, masked: int, up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_query_tiles_of_a_key_tile_that_may_go_up(last, unmasked, masked, up, monkeypatch):
     """The unmasked ones in either order, then the masked ones downwards."""
     monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
     reversed_tiles = unmasked if up else 0
@@ -1043,7 +1013,7 @@ def test_query_tiles_of_a_key_tile_that_may_go_up(
 
 
 @pytest.mark.parametrize("tiles, lines", [(64, 16), (128, 16), (256, 16), (16, 16), (64, 1), (4, 32)])
-def test_key_tiles_of_a_line_visit_the_same_queries(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_tiles_of_a_line_visit_the_same_queries(tiles, lines, monkeypatch):
     """Thread blocks that take the longest key tile that is left, of a causal square: at any time those of a line are at
     no more than two query tiles, one on the way down and one on the way up."""
     _number_lines(monkeypatch)
@@ -1074,10 +1044,7 @@ def _visible(query: int, keys: int, shift: int, left: int | None, right: int | N
 @pytest.mark.parametrize("consumers, keys_of_a_tile", [(3, 128), (3, 64), (2, 64), (2, 128)])
 @pytest.mark.parametrize("left, right", _BANDS)
 @pytest.mark.parametrize("rows, keys", _LENGTHS)
-def test_key_tiles_of_a_consumer(
-    rows: int, keys: int, left: int | None, right: int | None, consumers: int, keys_of_a_tile: int, skips: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_key_tiles_of_a_consumer(rows, keys, left, right, consumers, keys_of_a_tile, skips, monkeypatch):
     """All that are loaded are visited or left out; what a row sees is visited; what needs no mask every row sees."""
     monkeypatch.setattr(primitives, "gl", _NUMBERS)
     monkeypatch.setattr(primitives, "M", 64)
@@ -1104,9 +1071,7 @@ def test_key_tiles_of_a_consumer(
 
 @pytest.mark.parametrize("left, right", [band for band in _BANDS if band[0] is None])
 @pytest.mark.parametrize("rows, keys", _LENGTHS)
-def test_unmasked_steps_of_the_backward(
-    rows: int, keys: int, left: None, right: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmasked_steps_of_the_backward(rows, keys, left, right, monkeypatch):
     """The first ones, as many as there are: each of their queries sees all keys of the tile."""
     for module in (backward_pieces, schedule):
         monkeypatch.setattr(module, "gl", _NUMBERS)
@@ -1128,9 +1093,7 @@ def test_unmasked_steps_of_the_backward(
 
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (2100, 5000)])
 @pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
-def test_walks_visit_each_tile_of_queries_once(
-    rows: int, keys: int, m: int, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_walks_visit_each_tile_of_queries_once(rows, keys, m, n, monkeypatch):
     """Under a causal mask, in either direction: all query tiles that see some of the keys, first those that see all of
     them, and whose number a mask asks for is the one that is visited."""
     _number_work(monkeypatch)
@@ -1153,7 +1116,7 @@ def test_walks_visit_each_tile_of_queries_once(
 
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200)])
 @pytest.mark.parametrize("offset", [0, 1, 17, 60])
-def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_tile_may_begin_anywhere(rows, keys, offset, monkeypatch):
     """Without a mask: from there down, and behind the first query tile from the last one on."""
     _number_work(monkeypatch)
     config = _config_of_work(64, 128, right=False, SHARES_PROGRESS=True)
@@ -1167,7 +1130,7 @@ def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkey
 
 
 @pytest.mark.parametrize("rows, parts", [(4096, 3), (500, 4), (1000, 3), (300, 1)])
-def test_parts_of_walks_have_each_query_tile_once(rows: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_walks_have_each_query_tile_once(rows, parts, monkeypatch):
     _number_work(monkeypatch)
     config, tiles = _config_of_work(128, 128, right=False), -(-rows // 128)
     problem = _problem(rows, 77, 128, 128, heads_kv=2 * parts, group=2, batch=3)._replace(shares=parts, parts=parts)
@@ -1185,9 +1148,7 @@ def test_parts_of_walks_have_each_query_tile_once(rows: int, parts: int, monkeyp
 @pytest.mark.parametrize("left, right", [(1024, 0), (1023, 0), (200, 30), (64, -3), (5000, 0)])
 @pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
 @pytest.mark.parametrize("group", [1, 4])
-def test_key_tiles_in_a_window_meet(
-    rows: int, keys: int, left: int, right: int, m: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_tiles_in_a_window_meet(rows, keys, left, right, m, n, group, monkeypatch):
     """Each visits every query tile that sees it once, all heads of each, in the same order found either way. Those that
     start together and see a whole window are at few query tiles at any time."""
     _number_work(monkeypatch)
@@ -1289,10 +1250,7 @@ def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **ch
 @pytest.mark.parametrize("rows, keys", [*(of for of in _LENGTHS if of[1]), (4100, 4100)])
 @pytest.mark.parametrize("heads", [1, 5])
 @pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
-def test_key_tiles_add_in_one_order(
-    rows: int, keys: int, left: int | None, right: int | None, heads: int, m: int, n: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_key_tiles_add_in_one_order(rows, keys, left, right, heads, m, n, monkeypatch):
     """To each tile of queries, each waiting for those that were taken before it alone: so all of them end. Lines that
     are reversed visit what the others do: whatever a query sees."""
     _number_work(monkeypatch)
@@ -1323,9 +1281,7 @@ def test_key_tiles_add_in_one_order(
 @pytest.mark.parametrize("left, right", _BANDS)
 @pytest.mark.parametrize("rows, keys", [(200, 330), (330, 200), (129, 129), (700, 650)])
 @pytest.mark.parametrize("m", [64, 128])
-def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
-    rows: int, keys: int, left: int | None, right: int | None, m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(rows, keys, left, right, m, monkeypatch):
     """Key tiles of a line come one after another, from the first keys on. The line after it is whichever is next."""
     _number_work(monkeypatch)
     monkeypatch.setattr(schedule, "next_number", lambda number, counter, dynamic: 7)
@@ -1349,7 +1305,7 @@ def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
 
 @pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("lengths", [(0, 300, 5, 300, 129, 0, 1000, 64), (7,), (4096, 4096, 128, 3000)])
-def test_key_tiles_of_packed_sequences(lengths: tuple[int, ...], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_tiles_of_packed_sequences(lengths, right, monkeypatch):
     """Each once, those of the sequences with the most queries first, and the rows past the last sequence last. Under a
     causal mask a sequence begins with the keys that most queries see."""
     heads, batch, starts = 3, len(lengths), [sum(lengths[:which]) for which in range(len(lengths) + 1)]
@@ -1389,7 +1345,7 @@ def test_key_tiles_of_packed_sequences(lengths: tuple[int, ...], right: bool, mo
 
 @pytest.mark.parametrize("begin, length", [(0, 0), (0, 7), (5, 1), (1000, 129), (2**30 - 9, 9)])
 @pytest.mark.parametrize("row_stride", [8, 24, 4096, 2**20])
-def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -> None:
+def test_coordinates_of_a_packed_row(begin, length, row_stride):
     """In bounds exactly inside the sequence, and the bytes that the coordinates add up to are those of the row."""
     layout = tma.packed_layout((2**30, 3, 8), (row_stride, 8, 1))
     for row in {0, 1, length - 1, length, length + 127} - {-1}:
@@ -1440,7 +1396,7 @@ def _forward_forms(forms: dict[str, Call]) -> list[str]:
 
 
 @pytest.mark.parametrize("form", _forward_forms(_ALL_FORMS))
-def test_machine_code(form: str) -> None:
+def test_machine_code(form):
     call = _ALL_FORMS[form]
     config = hopper_config(call)
     allowed = _SPILLS_OF_SCORES if call.softcap else 0
@@ -1502,7 +1458,7 @@ def _check_forward(binary: Binary, limits: _Limits, loop: _Loop) -> None:
 
 
 @pytest.mark.parametrize("form", _forward_forms(FEATURE_FORMS | FUNCTION_FORMS))
-def test_machine_code_of_features(form: str) -> None:
+def test_machine_code_of_features(form):
     call = (FEATURE_FORMS | FUNCTION_FORMS)[form]
     consumers = hopper_config(call).consumers
     limits = _Limits(_shared_memory(call), _SPILLS_OF_FEATURES.get(form, _SPILLS[consumers]))
@@ -1599,7 +1555,7 @@ def _assert_bits_of_a_row_come_at_once(instructions: list[str], config: configs.
 
 
 @pytest.mark.parametrize("form", ["128-queries1024-fp8", "128-fp8"])
-def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
+def test_8_bit_scores_are_weights_where_they_lie(form):
     call = FP8_FORMS[form]
     check_code(hopper_plan(call).kernel.source, "sm_90", _check_8_bit_scores, hopper_config(call).block_n)
 
@@ -1614,7 +1570,7 @@ def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim_v", [8, 256])
-def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
+def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v):
     shape = torch.Size((2, 100, 4, head_dim_v))
     check_code(widen_kernel(shape, contiguous_strides(shape)).source, "sm_90", _check_widening)
 
@@ -1636,7 +1592,7 @@ def _backward_forms(forms: dict[str, BackwardForm]) -> list[str]:
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FORMS))
-def test_machine_code_of_the_backward(form: str) -> None:
+def test_machine_code_of_the_backward(form):
     of = BACKWARD_FORMS[form]
     config = of.schedule.config
     memory = backward_configs.backward_shared_memory(config, of.call)
@@ -1662,7 +1618,7 @@ _MANY_FEATURES = (
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS))
-def test_machine_code_of_features_of_the_backward(form: str) -> None:
+def test_machine_code_of_features_of_the_backward(form):
     of = (BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS)[form]
     config, heads = of.schedule.config, of.call.head_dims
     memory = backward_configs.backward_shared_memory(config, of.call)
@@ -1709,7 +1665,7 @@ _WIDE_BACKWARD, _FLOAT32_FORWARD, _FLOAT32_BACKWARD = (
 
 
 @pytest.mark.parametrize("form", _WIDE_BACKWARD)
-def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
+def test_machine_code_of_the_backward_of_wide_heads(form):
     call = WIDE_BACKWARD_FORMS[form]
     sources = apart_backward_sources(call)
     cut = choose_wide_backward_config(call.head_dim, call.head_dim_v)
@@ -1727,7 +1683,7 @@ def _is_wide_float32(form: str) -> bool:
 
 
 @pytest.mark.parametrize("form", _FLOAT32_FORWARD)
-def test_machine_code_of_the_forward_of_float32(form: str) -> None:
+def test_machine_code_of_the_forward_of_float32(form):
     call = FLOAT32_FORWARD_FORMS[form]
     sources = float32_forward_sources(call)
     memory = float32_forward_shared_memory(choose_float32_forward_config(call.head_dim, call.head_dim_v))
@@ -1737,7 +1693,7 @@ def test_machine_code_of_the_forward_of_float32(form: str) -> None:
         check_code(sources["parts"], "sm_90", check_fit, 1024)
 
 
-def test_every_forward_of_float32_fits_on_chip() -> None:
+def test_every_forward_of_float32_fits_on_chip():
     """Also each warpgroup has a chunk of queries and one of keys on chip."""
     widths = (8, *range(16, 513, 16))
     for head_dim, head_dim_v in itertools.product(widths, widths):
@@ -1747,12 +1703,12 @@ def test_every_forward_of_float32_fits_on_chip() -> None:
 
 
 @pytest.mark.parametrize("form", [form for form in _FLOAT32_BACKWARD if not _is_wide_float32(form)])
-def test_machine_code_of_the_backward_of_float32(form: str) -> None:
+def test_machine_code_of_the_backward_of_float32(form):
     _check_float32_backward(form, float32_shared_memory(), _SPILLS_OF_FLOAT32)
 
 
 @pytest.mark.parametrize("form", [*filter(_is_wide_float32, _FLOAT32_BACKWARD)])
-def test_machine_code_of_the_backward_of_float32_with_wide_heads(form: str) -> None:
+def test_machine_code_of_the_backward_of_float32_with_wide_heads(form):
     call = FLOAT32_BACKWARD_FORMS[form]
     cut = choose_float32_wide_config(call.head_dim, call.head_dim_v)
     _check_float32_backward(form, float32_wide_shared_memory(cut), _SPILLS_OF_WIDE_FLOAT32)
@@ -1777,7 +1733,7 @@ def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
     check_products(binary)
 
 
-def test_every_backward_of_wide_heads_fits_on_chip() -> None:
+def test_every_backward_of_wide_heads_fits_on_chip():
     """Also at least one chunk of values is ahead of the products."""
     widths = (8, *range(16, 513, 16))
     for head_dim, head_dim_v in itertools.product(widths, widths):
@@ -1787,7 +1743,7 @@ def test_every_backward_of_wide_heads_fits_on_chip() -> None:
         assert cut.value_places >= min(3, cut.value_chunks)
 
 
-def test_every_backward_of_float32_fits_on_chip() -> None:
+def test_every_backward_of_float32_fits_on_chip():
     """Also there is more than the tiles that products wait for."""
     for head_dim, head_dim_v in itertools.product(range(72, 513, 8), (8, *range(16, 513, 16))):
         if is_wide_float32(head_dim, head_dim_v):
@@ -1798,7 +1754,7 @@ def test_every_backward_of_float32_fits_on_chip() -> None:
             assert cut.gradient_places > (2 if cut.staying_values == cut.value_chunks else 5)
 
 
-def test_every_gradient_of_a_bias_fits_on_chip() -> None:
+def test_every_gradient_of_a_bias_fits_on_chip():
     modified, by_position = ({}, {"dropout_p": 0.1}), ({}, {"window_right": 0})
     leaves_out = ({}, {"sequences": 3}, {"block_tile": (64, 64)}, {"block_tile": (256, 256)})
     for (head_dim, head_dim_v), *fields in itertools.product(_HEADS, modified, by_position, leaves_out):
@@ -1828,7 +1784,7 @@ def test_every_gradient_of_a_bias_fits_on_chip() -> None:
     ],
     ids=str,
 )
-def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
+def test_which_biases_come_by_tma(changes, moved):
     bias = TensorFacts(torch.bfloat16, (4, 2, 64, 64), (8192, 4096, 64, 1), 0)
     assert configs.moves_by_tma(bias._replace(**changes), torch.bfloat16) is moved
 
@@ -1854,7 +1810,7 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 
 
 @pytest.mark.parametrize("form", with_news({form: of.source("bias") for form, of in BIAS_GRADIENT_FORMS.items()}))
-def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
+def test_machine_code_of_the_gradient_of_a_bias(form):
     of = BIAS_GRADIENT_FORMS[form]
     cut, heads = backward_configs.bias_config(of.call), of.call.head_dims
     memory = backward_configs.bias_shared_memory(cut, *heads)
@@ -1889,7 +1845,7 @@ _FIRST_AND_LAST = _first_and_last_kernels()
 
 
 @pytest.mark.parametrize("kernel, form", _FIRST_AND_LAST)
-def test_first_and_last_kernel_of_the_backward_spill_nothing(kernel: str, form: str) -> None:
+def test_first_and_last_kernel_of_the_backward_spill_nothing(kernel, form):
     check_code(_FIRST_AND_LAST[kernel, form], "sm_90", _check_nothing_is_spilled)
 
 
@@ -1898,7 +1854,7 @@ def _check_nothing_is_spilled(binary: Binary) -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks: bool) -> None:
+def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks):
     """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
     source = backward_form("64-causal-sinks" if sinks else "64-causal").source("begin")
     check_code(source, "sm_90", _check_exponentials, sinks)
@@ -1908,7 +1864,7 @@ def _check_exponentials(binary: Binary, present: bool) -> None:
     assert any("MUFU.EX2" in line for line in _instructions(binary)) is present
 
 
-def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_does_not_take_states_nothing(monkeypatch):
     """From Triton 3.7 on a multiple of a parameter without a value is an error."""
     stated = []
     monkeypatch.setattr(backend_launch, "_gluon_source", lambda: lambda *_, attrs, **__: stated.extend(attrs))
@@ -1924,9 +1880,7 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_every_head_of_the_backward_fits_on_chip(
-    softcap: bool, blocks: tuple[int, int] | None, left: bool, ordered: bool
-) -> None:
+def test_every_head_of_the_backward_fits_on_chip(softcap, blocks, left, ordered):
     for head_dim, head_dim_v in _HEADS:
         fields: dict[str, Any] = {"softcap": 30.0 * softcap, "block_tile": blocks, "deterministic": ordered}
         call = _backward_call(head_dim, head_dim_v, window_left=127 if left else None, **fields)
@@ -1963,18 +1917,18 @@ def test_every_head_of_the_backward_fits_on_chip(
     ],
     ids=str,
 )  # fmt: skip
-def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:
+def test_chunks_of_the_backward(head_dim, chunks):
     assert backward_configs.backward_chunks(head_dim) == chunks
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 65), (5, 3, 36), (2, 5, 3, 64), (5, 1, 1)], ids=str)
-def test_rows_of_gradients_can_be_written_by_tma(shape: tuple[int, ...]) -> None:
+def test_rows_of_gradients_can_be_written_by_tma(shape):
     gradient = torch.empty_strided(shape, backward_configs.padded_strides(shape), dtype=torch.bfloat16)
     assert alignment.aligned(gradient) and gradient.stride(-1) == 1
     assert gradient.is_contiguous() == (shape[-1] % 8 == 0)
 
 
-def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch):
     q, out = (torch.zeros(2, 5, 3, width, dtype=torch.bfloat16) for width in (65, 64))
     padded = torch.empty_strided(q.shape, backward_configs.padded_strides(q.shape), dtype=q.dtype).fill_(3)
     monkeypatch.setattr(operator, "serve_backward", lambda *_: Gradients(padded, padded, out))
@@ -2002,7 +1956,7 @@ def _arguments_of(parameter: str) -> int:
 
 
 @pytest.mark.parametrize("name", _LAUNCHED_BACKWARDS)
-def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_passes_what_its_kernels_take(name, monkeypatch):
     """As many arguments as each kernel has, descriptors in their places, and gradients that overlap in nothing."""
     head_dim, head_dim_v, arguments, packed = _LAUNCHED_BACKWARDS[name]
     launched = {}
@@ -2092,7 +2046,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
+def test_without_a_key_rows_see_their_sink(packed):
     """Nothing is launched, so that it needs no GPU. Rows past the last sequence have no sink."""
     q, k = (torch.randn(*((rows,) if packed else (2, rows)), 2, 64).bfloat16() for rows in (5, 0))
     offsets = torch.tensor([0, 1, 3])
@@ -2114,7 +2068,7 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
     [(torch.float16, (torch.int32, torch.int64)), (torch.bfloat16, (torch.int64, torch.int32))],
     ids=["fp16", "bf16"],
 )
-def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_dtypes_compile(dtype, index_dtypes):
     call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
     source = hopper_plan(call).kernel.source
     check_code(source, "sm_90", check_fit, _shared_memory(call), _SPILLS[hopper_config(call).consumers])
@@ -2129,7 +2083,7 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
 @pytest.mark.parametrize(
     "form", ["16", "96-packed-causal-rows20000-descales-sinks-softcap-slopes_of_batch-fp8", "128-bias"]
 )
-def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_are_encoded_as_the_kernel_expects(form, monkeypatch):
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []
 

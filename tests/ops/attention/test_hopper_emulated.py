@@ -4,8 +4,6 @@ The machine has three multiprocessors, so that programs take several tiles each,
 Sizes are small; thresholds from which on the kernels take another way are lowered to them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -37,7 +35,7 @@ _two = partial(changed, replace(_SMALL, batch=2))
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
+def hopper(monkeypatch):
     """Makes a machine that serves from now on what asks for "hopper"."""
 
     def make(seed: int = 0, held: int = 0, **thresholds: Any) -> EmulatedHopper:
@@ -475,7 +473,7 @@ def _parameters() -> list:
 
 
 @pytest.mark.parametrize("group, case", _parameters())
-def test_calls(hopper: Callable, group: str, case: AttentionCase) -> None:
+def test_calls(hopper, group, case):
     calls = _GROUPS[group]
     inputs = make_inputs(case)
     _spread(inputs, calls.values)
@@ -523,7 +521,7 @@ def _spread(inputs: Any, values: str | None) -> None:
     [(32, 64, 66), (64, 64, 128), (96, 80, 77), (128, 128, 100), (160, 144, 77), (192, 128, 120), (208, 256, 60)],
     ids=str,
 )
-def test_all_keys_in_one_tile(hopper: Callable, d: int, e: int, seq_k: int, arguments: dict, summed: bool) -> None:
+def test_all_keys_in_one_tile(hopper, d, e, seq_k, arguments, summed):
     """dq is stored as it is multiplied where each query tile visits the only key tile, and summed elsewhere."""
     emulated = hopper()
     for seq_q in (49, 200):
@@ -548,7 +546,7 @@ def test_all_keys_in_one_tile(hopper: Callable, d: int, e: int, seq_k: int, argu
     ],
     ids=str,
 )
-def test_forward_of_float32(hopper: Callable, case: AttentionCase) -> None:
+def test_forward_of_float32(hopper, case):
     """Its sums have a fixed order: no order of events changes a bit."""
     inputs = make_inputs(case)
 
@@ -568,7 +566,7 @@ def test_forward_of_float32(hopper: Callable, case: AttentionCase) -> None:
         assert_close(name, found, exact, plain, Size(1, 1) if name == "lse" else Size())
 
 
-def test_padding_reaches_no_gradient_of_wide_heads(hopper: Callable) -> None:
+def test_padding_reaches_no_gradient_of_wide_heads(hopper):
     """What lies past a key length, whose own gradient is zero."""
     case = replace(_SMALL, batch=2, seq_q=70, seq_k=200, head_dim=64, head_dim_v=264, key_lengths=(140, 0))
     inputs = make_inputs(case)
@@ -588,7 +586,7 @@ def test_padding_reaches_no_gradient_of_wide_heads(hopper: Callable) -> None:
      {"lengths_q": (65, 130, 1), "lengths_k": (100, 7, 129)}],
     ids=str,
 )  # fmt: skip
-def test_keys_past_the_end_have_no_weight_beside_the_smallest_scores(hopper: Callable, changes: dict[str, Any]) -> None:
+def test_keys_past_the_end_have_no_weight_beside_the_smallest_scores(hopper, changes):
     """Such a key would have a score of 0, where all others have -500, and a weight that no number holds."""
     hopper()
     case = replace(_SMALL, batch=3, **changes)
@@ -600,7 +598,7 @@ def test_keys_past_the_end_have_no_weight_beside_the_smallest_scores(hopper: Cal
     check(case, "hopper", inputs=inputs)
 
 
-def test_batch_entries_and_heads_may_share_the_lists_of_a_block_mask(hopper: Callable) -> None:
+def test_batch_entries_and_heads_may_share_the_lists_of_a_block_mask(hopper):
     """The kernel of a bias's gradient searches these once."""
     emulated = hopper()
     case = replace(_SMALL, batch=3, seq_q=256, seq_k=384, bias="11qk")
@@ -615,13 +613,13 @@ def test_batch_entries_and_heads_may_share_the_lists_of_a_block_mask(hopper: Cal
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_far_keys_have_the_weights_of_near_ones(hopper: Callable, head_dim: int) -> None:
+def test_far_keys_have_the_weights_of_near_ones(hopper, head_dim):
     hopper()
     check_far_alibi("hopper", head_dim)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_reads_of_a_score_function_that_stay_within(hopper: Callable, head_dim: int) -> None:
+def test_reads_of_a_score_function_that_stay_within(hopper, head_dim):
     """Tiles divide the call, so reads have no checks, and addresses in parts of rows and of columns."""
     hopper()
     generator = torch.Generator().manual_seed(1)
@@ -640,7 +638,7 @@ def test_reads_of_a_score_function_that_stay_within(hopper: Callable, head_dim: 
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_key_tiles_behind_the_last_shown_key_are_left_out(hopper: Callable, packed: bool) -> None:
+def test_key_tiles_behind_the_last_shown_key_are_left_out(hopper, packed):
     """What lies there may be anything, and the others are those of key lengths, bit for bit."""
     hopper()
     lengths = (129, 300, 0)
@@ -666,7 +664,7 @@ def test_key_tiles_behind_the_last_shown_key_are_left_out(hopper: Callable, pack
 
 
 @pytest.mark.parametrize("layout", ["rows first", "heads first", "broadcast", "one key"])
-def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
+def test_padding_may_be_anything(hopper, layout):
     """What lies past a key length reaches no result, however k and v lie in memory."""
     hopper()
     case = replace(_SMALL, batch=2, seq_k=1 if layout == "one key" else 330, key_lengths=(140, 0))
@@ -692,7 +690,7 @@ def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "ordered"])
-def test_block_masks_leave_rows_past_the_last_sequence_alone(hopper: Callable, deterministic: bool) -> None:
+def test_block_masks_leave_rows_past_the_last_sequence_alone(hopper, deterministic):
     """They have no list, and would be far behind the last one: zeros, and nothing is read there."""
     hopper()
     generator = torch.Generator().manual_seed(1)
@@ -720,7 +718,7 @@ def test_block_masks_leave_rows_past_the_last_sequence_alone(hopper: Callable, d
 
 @pytest.mark.parametrize("values", [*_VALUES, "infinite"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bits_of_a_row_depend_on_that_row_alone(hopper: Callable, dtype: torch.dtype, values: str) -> None:
+def test_bits_of_a_row_depend_on_that_row_alone(hopper, dtype, values):
     """Also on a row whose scores keep all others busy, or are not numbers."""
     hopper()
     case = with_arguments(replace(_SMALL, batch=2, seq_q=260, seq_k=400, dtype=dtype), causal=True)
@@ -743,7 +741,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(hopper: Callable, dtype: torch.d
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("long", [False, True], ids=["two", "three"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_8_bits(hopper: Callable, head_dim: int, long: bool, packed: bool, arguments: dict) -> None:
+def test_8_bits(hopper, head_dim, long, packed, arguments):
     """Beside the definition in float64 of the same 8-bit numbers; weights are rounded to bfloat16. A long call of heads
     of 128 has three consumers."""
     emulated = hopper(**({"LONG_8": 64, "LONG_8_CAUSAL": 64} if long else {}))
@@ -762,7 +760,7 @@ def test_8_bits(hopper: Callable, head_dim: int, long: bool, packed: bool, argum
     assert_close("out", out, oracle, eager)
 
 
-def test_8_bit_factors_whose_product_is_0(hopper: Callable) -> None:
+def test_8_bit_factors_whose_product_is_0(hopper):
     """They make scores of 0, and hidden keys stay hidden."""
     hopper()
     inputs = make_inputs(_SMALL)
@@ -832,7 +830,7 @@ _FAULTS: dict[str, tuple[str, Callable[[ModuleType], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", _FAULTS)
-def test_faults_are_found(hopper: Callable, fault: str) -> None:
+def test_faults_are_found(hopper, fault):
     """The machine sees what would go wrong on a GPU, at times."""
     name, spoil, found = _FAULTS[fault]
 

@@ -1,11 +1,8 @@
 """The Hopper kernels on a GPU against the fp64 oracle: what they serve of the portable kernels, and their own cases."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -467,7 +464,7 @@ _GROUPS: dict[str, _Calls] = {
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], None]]:
+def patched(monkeypatch):
     """Puts other values in the place of names in `flashtile.ops.attention`; no plan is from before or stays."""
 
     def patch(patches: dict[str, Any]) -> None:
@@ -483,7 +480,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any
 @pytest.mark.parametrize(
     "group, case", [(name, case) for name, calls in _GROUPS.items() for case in calls.cases], ids=str
 )
-def test_calls(group: str, case: AttentionCase, patched: Callable) -> None:
+def test_calls(group, case, patched):
     calls = _GROUPS[group]
     patched(calls.patches)
     if calls.again:
@@ -495,7 +492,7 @@ def test_calls(group: str, case: AttentionCase, patched: Callable) -> None:
 @pytest.mark.parametrize("arguments", [{}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", [1, 36, 65, 100, 187, 250])
-def test_heads_that_are_no_multiple_of_16_bytes(head_dim: int, packed: bool, arguments: dict) -> None:
+def test_heads_that_are_no_multiple_of_16_bytes(head_dim, packed, arguments):
     """Their rows must begin at one; gradients are views of such rows too."""
     lengths = {"lengths_q": (129, 0, 300), "lengths_k": (129, 33, 400)} if packed else {}
     case = _case(head_dim, 64, **lengths, **arguments)
@@ -523,7 +520,7 @@ def _course(name: str, keys: int) -> torch.Tensor:
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (1030, 0)}, {"window": (1030, 50)}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("course", ["rising", "falling", "jump", "steps"])
-def test_scores_that_move_along_the_keys(course: str, head_dim: int, arguments: dict, dtype: torch.dtype) -> None:
+def test_scores_that_move_along_the_keys(course, head_dim, arguments, dtype):
     """Tiles whose scores all lie far above or below those of the tiles before, all of them negative or not; with a
     mask, rows that see nothing of their first tile."""
     q, k, v = (torch.randn(1, rows, 2, head_dim, device="cuda", dtype=dtype) for rows in (1100, 1500, 1500))
@@ -544,9 +541,7 @@ _LEAPING = {
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (1900, 0)}], ids=str)
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("heads", _LEAPING)
-def test_weights_that_leave_their_range(
-    heads: str, head_dim: int, head_dim_v: int, arguments: dict, dtype: torch.dtype
-) -> None:
+def test_weights_that_leave_their_range(heads, head_dim, head_dim_v, arguments, dtype):
     """The scores of the first keys, which are visited last, are larger than the others by more than weights can be."""
     torch.manual_seed(5)
     q, k = (torch.randn(2, 2700, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
@@ -568,7 +563,7 @@ def test_weights_that_leave_their_range(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_weights_that_leave_their_range_over_a_block_mask(head_dim: int, causal: bool) -> None:
+def test_weights_that_leave_their_range_over_a_block_mask(head_dim, causal):
     """A list begins with any tile of keys, and may hold none or one."""
     torch.manual_seed(9)
     q, k, v = (torch.randn(1, 2700, 4, head_dim, device="cuda", dtype=_BF16) for _ in range(3))
@@ -596,7 +591,7 @@ _KINDS_OF_ROWS = [(64, False, _BF16), (128, True, _FP16), (192, False, _FP16), (
 
 
 @pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS_OF_ROWS, 2), ids=str)
-def test_bits_of_a_row_depend_on_that_row_alone(values: str, kind: tuple[int, bool, torch.dtype]) -> None:
+def test_bits_of_a_row_depend_on_that_row_alone(values, kind):
     """Not on other rows of its tile, other heads or batch entries, whose references rise where its own does not."""
     head_dim, causal, dtype = kind
     torch.manual_seed(7)
@@ -617,7 +612,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(values: str, kind: tuple[int, bo
 
 
 @pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS_OF_ROWS[::-1], 2), ids=str)
-def test_values_of_every_kind(values: str, kind: tuple[int, bool, torch.dtype]) -> None:
+def test_values_of_every_kind(values, kind):
     head_dim, causal, dtype = kind
     torch.manual_seed(8)
     q, k, v = (torch.randn(1, 2100, 2, head_dim, device="cuda", dtype=dtype) for _ in range(3))
@@ -627,7 +622,7 @@ def test_values_of_every_kind(values: str, kind: tuple[int, bool, torch.dtype]) 
 
 @pytest.mark.parametrize("exponents", [(-4.0, 0.0), (0.0, -9.6)], ids=["rising", "falling"])
 @pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
-def test_many_small_weights_beside_a_large_one(dtype: torch.dtype, exponents: tuple[float, float]) -> None:
+def test_many_small_weights_beside_a_large_one(dtype, exponents):
     """Thousands of equal weights that together are as heavy as the largest one. All are rounded alike, so that what a
     format cannot hold would show in the sum."""
     q, k = (torch.zeros(1, 8192, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
@@ -639,7 +634,7 @@ def test_many_small_weights_beside_a_large_one(dtype: torch.dtype, exponents: tu
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_large_values_beside_scores_that_rise(causal: bool) -> None:
+def test_large_values_beside_scores_that_rise(causal):
     """Sums of weights alone would fit, their products with such values would not."""
     q, k = (torch.zeros(1, 2000, 2, 64, device="cuda", dtype=_BF16) for _ in range(2))
     q[..., 0] = 1.0
@@ -649,7 +644,7 @@ def test_large_values_beside_scores_that_rise(causal: bool) -> None:
     assert_same(out, v)
 
 
-def test_weights_that_leave_their_range_in_some_packed_sequences() -> None:
+def test_weights_that_leave_their_range_in_some_packed_sequences():
     torch.manual_seed(6)
     lengths = torch.tensor([1300, 40, 0, 2100, 900])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to("cuda", torch.int32)
@@ -663,7 +658,7 @@ def test_weights_that_leave_their_range_in_some_packed_sequences() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_nan_and_infinite_scores_stay_in_their_rows(head_dim: int, bad: float) -> None:
+def test_nan_and_infinite_scores_stay_in_their_rows(head_dim, bad):
     q, k, v = (torch.randn(1, 1700, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(3))
     k[..., 0] = k[..., 0].abs() + 0.1
     clean = flashtile.attention(q, k, v, causal=True, backend="hopper")
@@ -679,7 +674,7 @@ def test_nan_and_infinite_scores_stay_in_their_rows(head_dim: int, bad: float) -
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_an_infinite_gradient_stays_in_its_column_of_dv(head_dim: int) -> None:
+def test_an_infinite_gradient_stays_in_its_column_of_dv(head_dim):
     """delta of that row is not finite, and nor are dq and dk; its weights are."""
     q, k, v, dout = (torch.randn(1, 300, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
     v.requires_grad_()
@@ -694,7 +689,7 @@ def test_an_infinite_gradient_stays_in_its_column_of_dv(head_dim: int) -> None:
 
 @pytest.mark.parametrize("exponent", [-40, -80])
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
-def test_tiny_scales(head_dim: int, exponent: int) -> None:
+def test_tiny_scales(head_dim, exponent):
     """lse in units of scores is as much larger; below 2⁻⁶⁴ it is not an operand."""
     q, k, v, dout = (torch.randn(1, 300, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
     q, k, v = q * 2.0 ** (-exponent / 2 - 2), k * 2.0 ** (-exponent / 2 - 2), v[..., :128]
@@ -709,7 +704,7 @@ def test_tiny_scales(head_dim: int, exponent: int) -> None:
         assert_close(name, of_mine.double() / scale, exact / scale, of_eager.double() / scale, Size())
 
 
-def test_a_large_sink_and_rows_that_see_nothing_else() -> None:
+def test_a_large_sink_and_rows_that_see_nothing_else():
     q, k, v = (torch.randn(1, 96, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
     sinks = torch.tensor([200.0, -torch.inf], device="cuda")
     _, lse = check_forward(q, k[:, :64], v[:, :64], "hopper", sinks=sinks, causal=True)
@@ -717,7 +712,7 @@ def test_a_large_sink_and_rows_that_see_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 300])
-def test_rows_past_the_last_sequence(batch: int) -> None:
+def test_rows_past_the_last_sequence(batch):
     cu_seqlens = torch.arange(0, 7 * batch + 1, 7, device="cuda", dtype=torch.int32)
     q, k, v = (torch.randn(7 * batch + 150, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
     for cu_q, cu_k in ((cu_seqlens, cu_seqlens.long()), (cu_seqlens.long(), cu_seqlens)):
@@ -731,7 +726,7 @@ def test_rows_past_the_last_sequence(batch: int) -> None:
         assert_close("out", out[: 7 * batch], oracle, eager)
 
 
-def test_strided_and_expanded_inputs() -> None:
+def test_strided_and_expanded_inputs():
     storage = torch.randn(2, 3, 300, 3, 8, 96, device="cuda", dtype=_BF16)
     q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide
     k = k[..., 16:80].transpose(1, 2).contiguous().transpose(1, 2)
@@ -744,7 +739,7 @@ def test_strided_and_expanded_inputs() -> None:
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton", "split"])
-def test_a_batch_of_one_may_have_any_stride(backend: str) -> None:
+def test_a_batch_of_one_may_have_any_stride(backend):
     """Such tensors are contiguous, so that nobody can make them so."""
     q, k, v = torch.randn(3, 200, 2, 64, 1, device="cuda", dtype=_BF16).permute(0, 4, 1, 2, 3)
     assert q.stride(0) == 1 and q.is_contiguous()
@@ -756,7 +751,7 @@ def test_a_batch_of_one_may_have_any_stride(backend: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_tensors_past_two_to_the_31_elements() -> None:
+def test_tensors_past_two_to_the_31_elements():
     shape, stride = (3, 200, 2, 64), 2**30 + 4096
     storage = torch.zeros(2 * stride + 2**20, device="cuda", dtype=_BF16)
     small = [torch.randn(shape, device="cuda", dtype=_BF16) for _ in range(3)]
@@ -775,7 +770,7 @@ _FAR = {
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("far", _FAR)
-def test_gradients_with_strides_past_two_to_the_31(far: str, backend: str) -> None:
+def test_gradients_with_strides_past_two_to_the_31(far, backend):
     shape, strides = _FAR[far]
     storage = torch.zeros(2**31 + 2**20, device="cuda", dtype=_BF16)
     small = [torch.randn(shape, device="cuda", dtype=_BF16) for _ in range(4)]
@@ -788,7 +783,7 @@ def test_gradients_with_strides_past_two_to_the_31(far: str, backend: str) -> No
     assert all(map(torch.equal, *results))
 
 
-def test_gradients_of_a_sequence_of_two_to_the_31_elements() -> None:
+def test_gradients_of_a_sequence_of_two_to_the_31_elements():
     """Far from the edges of a part of it, a window makes the part's results those of the whole."""
     seq, part, edge = 2**19, 512, 128
     q, k, v, dout = (torch.randn(1, seq, 32, 128, device="cuda", dtype=_BF16) for _ in range(4))
@@ -810,7 +805,7 @@ def test_gradients_of_a_sequence_of_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_backwards_in_order_on_two_streams(head_dim: int, packed: bool) -> None:
+def test_backwards_in_order_on_two_streams(head_dim, packed):
     """Each has the multiprocessors that the other left, so that some of its programs begin when others have ended;
     nobody may wait for those that have not begun (`test_programs_that_begin_late`)."""
     lengths = {"lengths_q": (700, 300, 1100, 90), "lengths_k": (700, 300, 1100, 90)} if packed else {}
@@ -830,7 +825,7 @@ def test_backwards_in_order_on_two_streams(head_dim: int, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
+def test_hundred_runs_give_the_same_bits(head_dim):
     case = _case(head_dim, batch=4, heads=12, heads_kv=3, seq_q=1500, causal=True)
     inputs = make_inputs(case, "cuda")
     first = run(case, inputs, "hopper")
@@ -840,7 +835,7 @@ def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("rows", ["dense", "one query each"])
-def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows: str) -> None:
+def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows):
     """Nor does the memory of a graph's results begin where the counters of its launch lie."""
     if rows == "dense":
         q, k, v = (torch.randn(4, 1500, 16, 64, device="cuda", dtype=_BF16) for _ in range(3))
@@ -886,7 +881,7 @@ def _pattern(name: str, seq: int) -> BlockMask:
 @pytest.mark.parametrize("seq", [1500, 2048])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["documents", "no_document", "window", "big_bird", "0.05", "0.5"])
-def test_patterns(name: str, head_dim: int, seq: int) -> None:
+def test_patterns(name, head_dim, seq):
     """Also rows without a tile, and NaN from above at rows that see nothing."""
     block_mask = _pattern(name, seq)
     q, k, v, dout = (torch.randn(2, seq, 4, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
@@ -905,7 +900,7 @@ def test_patterns(name: str, head_dim: int, seq: int) -> None:
     assert not actual["out"][:, blind].any() and actual["lse"][..., blind].isneginf().all()
 
 
-def test_automatic_choice_on_this_gpu() -> None:
+def test_automatic_choice_on_this_gpu():
     q = torch.randn(1, 65, 2, 64, device="cuda", dtype=_BF16)
     assert flashtile.explain(q, q, q).backend == "hopper"
     assert torch.equal(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="hopper"))
@@ -915,14 +910,14 @@ def test_automatic_choice_on_this_gpu() -> None:
 
 
 @pytest.mark.multi_gpu
-def test_inputs_on_a_device_that_is_not_current() -> None:
+def test_inputs_on_a_device_that_is_not_current():
     case = _case(causal=True)
     inputs = make_inputs(case, "cuda:1")
     with torch.cuda.device(0):
         check(case, "hopper", "cuda:1", inputs=inputs)
 
 
-def test_no_tile_is_left_out() -> None:
+def test_no_tile_is_left_out():
     """Of processes that share the GPU, none finds results that nobody wrote (`left_out_tiles`)."""
     command = [sys.executable, left_out_tiles.__file__, "15"]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
@@ -931,7 +926,7 @@ def test_no_tile_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("feature", ["padding as lengths", "dense mask", "GPT-2", "slopes", "all and slopes"])
-def test_a_backward_after_the_forward_of_the_portable_kernels(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_after_the_forward_of_the_portable_kernels(feature, monkeypatch):
     """Any backward follows any forward."""
     serve, served = select.implementation, []
 
@@ -946,7 +941,7 @@ def test_a_backward_after_the_forward_of_the_portable_kernels(feature: str, monk
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_same_weights_are_dropped_on_every_backend(head_dim: int) -> None:
+def test_the_same_weights_are_dropped_on_every_backend(head_dim):
     """With equal weights and values of 1, out counts the kept ones."""
     q = torch.zeros(2, 300, 4, head_dim, dtype=_FP16, device="cuda")
     k = torch.zeros(2, 512, 4, head_dim, dtype=_FP16, device="cuda")
@@ -962,7 +957,7 @@ def test_the_same_weights_are_dropped_on_every_backend(head_dim: int) -> None:
     assert torch.equal(*counts)
 
 
-def test_a_part_of_a_larger_call_drops_the_same_weights() -> None:
+def test_a_part_of_a_larger_call_drops_the_same_weights():
     inputs = make_inputs(_case(seq_q=512, seq_k=512, heads_kv=4, dropout_p=0.3), "cuda")
     seed = inputs.tensors["dropout_seed"]
     whole, whole_lse = flashtile.attention(
@@ -995,7 +990,7 @@ _FLOAT32_WIDTHS = [
 
 
 @pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 2), ids=str)
-def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
+def test_backward_of_float32(widths, name):
     """Its sums have a fixed order, so each run has the same bits."""
     case = _short(*widths, dtype=torch.float32, **_FLOAT32[name])
     inputs = make_inputs(case, "cuda")
@@ -1008,7 +1003,7 @@ def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
 
 
 @pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, [*_FLOAT32][::-1], 1), ids=str)
-def test_forward_of_float32(widths: tuple[int, int], name: str) -> None:
+def test_forward_of_float32(widths, name):
     """Its sums have a fixed order, so each run has the same bits."""
     case = _short(*widths, dtype=torch.float32, **_FLOAT32[name])
     check_again(case, "hopper", 3, ("out", "lse"))
@@ -1016,7 +1011,7 @@ def test_forward_of_float32(widths: tuple[int, int], name: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [256, 512])
-def test_forward_of_float32_with_infinite_and_missing_numbers(head_dim: int, causal: bool) -> None:
+def test_forward_of_float32_with_infinite_and_missing_numbers(head_dim, causal):
     """The parts of an infinite number are infinite and NaN. Scores are hidden before they count, values are not."""
     q, k, v = (torch.randn(1, 200, 2, head_dim, device="cuda") for _ in range(3))
     if causal:

@@ -72,7 +72,7 @@ class _Launched(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def launched() -> Any:
+def launched():
     """Arguments of launches by the name of the kernel and of the parameter; each is checked against its parameter."""
     found: dict[str, _Launched] = {}
 
@@ -184,7 +184,7 @@ def _served(phase: Phase, call: _Call) -> bool:
 
 
 @given(_calls((torch.float16, torch.bfloat16, FP8)))
-def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched], call: _Call) -> None:
+def test_a_forward_passes_what_its_kernel_declares(launched, call):
     if not _served("forward", call):
         return
     out, lse = launch.forward(call.q, call.k, call.v, call.side, call.spec)
@@ -211,7 +211,7 @@ def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched
 
 
 @given(st.one_of(_calls((torch.float32,)), _calls((torch.float32,), wide=True)))
-def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str, _Launched], call: _Call) -> None:
+def test_a_forward_of_float32_passes_what_its_kernels_declare(launched, call):
     call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
     if not _served("forward", call):
         return
@@ -229,7 +229,7 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str
 
 
 @given(_calls((torch.float16, torch.bfloat16, FP8)))
-def test_a_prepared_forward_passes_the_same(launched: dict[str, _Launched], call: _Call) -> None:
+def test_a_prepared_forward_passes_the_same(launched, call):
     q, k, v, _, side, spec = call
     if not _served("forward", call) or not side.plain:
         return
@@ -253,7 +253,7 @@ _IN_SCRATCH = ("statistics_ptr", "sums_ptr", "cleared_ptr", "turns_ptr", "counte
 
 
 @given(_calls((torch.float16, torch.bfloat16)), st.booleans())
-def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], call: _Call, has_dlse: bool) -> None:
+def test_a_prepared_backward_passes_the_same(launched, call, has_dlse):
     q, k, v, dout, side, spec = call
     if not _served("backward", call) or not side.plain:
         return
@@ -288,9 +288,7 @@ def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], cal
 
 
 @given(_calls((torch.float16, torch.bfloat16)), st.booleans())
-def test_a_backward_passes_what_its_kernels_declare(
-    launched: dict[str, _Launched], call: _Call, has_dlse: bool
-) -> None:
+def test_a_backward_passes_what_its_kernels_declare(launched, call, has_dlse):
     if not _served("backward", call):
         return
     q, k, v, dout, side, spec = call
@@ -349,9 +347,7 @@ def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
 
 
 @given(_calls((torch.float16, torch.bfloat16), wide=True), st.booleans())
-def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
-    launched: dict[str, _Launched], call: _Call, has_dlse: bool
-) -> None:
+def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(launched, call, has_dlse):
     call = _without_slopes(call)
     if not _served("backward", call):
         return
@@ -374,9 +370,7 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
 
 
 @given(_calls((torch.float32,)), st.booleans())
-def test_a_backward_of_float32_passes_what_its_kernels_declare(
-    launched: dict[str, _Launched], call: _Call, has_dlse: bool
-) -> None:
+def test_a_backward_of_float32_passes_what_its_kernels_declare(launched, call, has_dlse):
     call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
     if not _served("backward", call):
         return
@@ -403,7 +397,7 @@ class _AllocatedError(Exception):
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_copy_of_lists_lives_when_outputs_are_allocated(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_lists_lives_when_outputs_are_allocated(phase, monkeypatch):
     """Otherwise an output may lie where the kernel reads the lists: a run begins with the outputs."""
     copies = []
 
@@ -433,7 +427,7 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(phase: str, monkeypatc
 
 
 @pytest.mark.parametrize("rows", ["dense", "cached"])
-def test_counters_live_when_outputs_are_allocated(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_live_when_outputs_are_allocated(rows, monkeypatch):
     """In a CUDA graph each launch has counters of its own. An output in their memory would change them."""
     counters: list[weakref.ref] = []
 
@@ -458,7 +452,7 @@ def test_counters_live_when_outputs_are_allocated(rows: str, monkeypatch: pytest
         call[rows]()
 
 
-def test_a_number_for_a_kernel_is_a_field_of_its_struct(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_for_a_kernel_is_a_field_of_its_struct(monkeypatch):
     """docs/adding_a_feature.md: the struct alone is changed; the launch and the compiled form have the number."""
     as_it_is = forward.Problem
     more: Any = namedtuple("more", (*as_it_is._fields, "extra"))

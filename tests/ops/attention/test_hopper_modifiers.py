@@ -47,9 +47,7 @@ def _pointer(tensor: torch.Tensor) -> Value:
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["scores", "transposed"])
 @pytest.mark.parametrize("rows, columns, origin", [(64, 128, None), (128, 64, None), (64, 16, (48, 32, 5, 9))], ids=str)
-def test_dropout_keeps_what_the_definition_keeps(
-    rows: int, columns: int, origin: tuple[int, ...] | None, transposed: bool
-) -> None:
+def test_dropout_keeps_what_the_definition_keeps(rows, columns, origin, transposed):
     module = _MODULES["modifiers"]
     queries, keys = (columns, rows) if transposed else (rows, columns)
     seed, p, first_query, first_key = torch.tensor([0x9ABCDEF0, 0x87654321]), 0.3, 192, 320
@@ -92,7 +90,7 @@ def _kept_kernel(
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["scores", "transposed"])
 @pytest.mark.parametrize("rows, columns", [(64, 128), (128, 64), (128, 128)], ids=str)
-def test_random_words_are_computed_once_where_they_are_needed(rows: int, columns: int, transposed: bool) -> None:
+def test_random_words_are_computed_once_where_they_are_needed(rows, columns, transposed):
     """Seven rounds for four weights and ten for the head, and no word moves to another thread."""
     call = described_call("forward", Call(dropout_p=0.5, heads=1), _SM_90)
     described = side_parameters(call, covered=True, by_column=False)
@@ -121,7 +119,7 @@ def _broadcast(shape: tuple[int, ...], sizes: tuple[int, ...]) -> SimpleNamespac
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["scores", "transposed"])
 @pytest.mark.parametrize("sizes", [(2, 3, 100, 150), (1, 3, 100, 1), (2, 1, 1, 150), (1, 1, 1, 1)], ids=str)
-def test_a_tile_of_a_table(sizes: tuple[int, ...], transposed: bool) -> None:
+def test_a_tile_of_a_table(sizes, transposed):
     """Past its end there is what the caller says, and a dimension of one is read once."""
     module, given = _MODULES["modifiers"], _broadcast((2, 3, 100, 150), sizes)
     batch, head, row, column = given.strides

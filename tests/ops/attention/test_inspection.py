@@ -1,7 +1,5 @@
 """What attention looks at: the weights of chosen rows and heads are those of the call."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -35,7 +33,7 @@ def weights_of_call(case: AttentionCase, dtype: torch.dtype | None = None, **mor
 
 
 @pytest.mark.parametrize("case", parameters(DENSE))
-def test_weights_are_those_that_multiply_the_values(case: AttentionCase) -> None:
+def test_weights_are_those_that_multiply_the_values(case):
     case = replace(case, seq_k=max(1, min(case.seq_k, 40)), key_lengths=case.key_lengths and (40, 17))
     inputs = make_inputs(case)
     actual = flashtile.attention_probs(inputs.q, inputs.k, **inputs.tensors, **case.arguments)
@@ -60,7 +58,7 @@ _CHOSEN = [*zip(_NAMES, itertools.cycle((None, [3, 0], slice(1, 2), torch.tensor
 
 
 @pytest.mark.parametrize("choice, of", turns(CHOICES, _CHOSEN, 3), ids=str)
-def test_chosen_rows_and_heads(choice: str, of: tuple[str, Any]) -> None:
+def test_chosen_rows_and_heads(choice, of):
     name, heads = of
     case = replace(PAIRS[name], heads=4)
     inputs = make_inputs(case)
@@ -71,7 +69,7 @@ def test_chosen_rows_and_heads(choice: str, of: tuple[str, Any]) -> None:
     assert_same(some, of_heads[:, :, torch.tensor(numbers, dtype=torch.int64)])
 
 
-def test_score_function_and_gradients() -> None:
+def test_score_function_and_gradients():
     """Also where hidden pairs have no number, and where the function hides pairs."""
     generator = torch.Generator().manual_seed(0)
     q, k, table = (
@@ -92,7 +90,7 @@ def test_score_function_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("outer", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
-def test_block_mask(outer: tuple[int, int]) -> None:
+def test_block_mask(outer):
     generator = torch.Generator().manual_seed(0)
     dense = torch.rand(*outer, 130, 200, generator=generator) < 0.5
     dense[:, :, 64:128, :64] = dense[:, :, 3] = False
@@ -107,14 +105,14 @@ def test_block_mask(outer: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
-def test_sizes_of_zero(sizes: tuple[int, int, int]) -> None:
+def test_sizes_of_zero(sizes):
     batch, seq_q, seq_k = sizes
     q, k = torch.randn(batch, seq_q, 4, 8), torch.randn(batch, seq_k, 2, 8)
     weights = flashtile.attention_probs(q, k, dropout_p=0.1, dropout_seed=torch.tensor([1, 2]), sinks=torch.zeros(4))
     assert weights.shape == (batch, 4, seq_q, seq_k)
 
 
-def test_padded_keys_may_be_nan() -> None:
+def test_padded_keys_may_be_nan():
     q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 5, 2, 8)
     k[1, 2:] = float("nan")
     q.requires_grad_()
@@ -127,7 +125,7 @@ def test_padded_keys_may_be_nan() -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "softcap+sinks", "bias shared+alibi", "band causal+mask", "key_lengths+sinks"]
 )
-def test_derivatives(name: str) -> None:
+def test_derivatives(name):
     case = replace(PAIRS[name], seq_q=4, seq_k=3, heads=4, head_dim=3, dtype=torch.float64, key_lengths=None)
     case = replace(case, key_lengths=(3, 0)) if "key_lengths" in name else case
     inputs = make_inputs(case)
@@ -143,7 +141,7 @@ def test_derivatives(name: str) -> None:
     assert gradgradcheck(function, leaves, fast_mode=True)
 
 
-def test_compiled_equals_eager() -> None:
+def test_compiled_equals_eager():
     q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8)
     rows = torch.tensor([3, 8])
 
@@ -154,7 +152,7 @@ def test_compiled_equals_eager() -> None:
     assert_same(compiled(q, k, rows), function(q, k, rows))
 
 
-def test_autocast_rounds_q_and_k_and_nothing_else() -> None:
+def test_autocast_rounds_q_and_k_and_nothing_else():
     q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         weights = flashtile.attention_probs(q, k)
@@ -162,7 +160,7 @@ def test_autocast_rounds_q_and_k_and_nothing_else() -> None:
     assert weights.dtype is torch.float32
 
 
-def test_memory_is_that_of_the_rows() -> None:
+def test_memory_is_that_of_the_rows():
     made: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -205,13 +203,13 @@ _Q, _K = torch.randn(2, 6, 4, 8), torch.randn(2, 5, 2, 8)
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None if isinstance(value, type) else value[:40],
 )
-def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         flashtile.attention_probs(**{"q": _Q, "k": _K, **arguments})
 
 
 @pytest.mark.parametrize("options", [{}, {"rows": slice(-2, None), "causal": True}, {"heads": [3], "window": (2, 1)}])
-def test_exports_with_any_batch_and_lengths(options: dict[str, Any]) -> None:
+def test_exports_with_any_batch_and_lengths(options):
     class Weights(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
             return flashtile.attention_probs(q, k, **options)
@@ -225,7 +223,7 @@ def test_exports_with_any_batch_and_lengths(options: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu(dtype, monkeypatch):
     case = replace(BASE, heads=4, bias="1hqk", mask="b1qk", alibi_slopes="bh", sinks=True, dtype=dtype)
     inputs = make_inputs(replace(case, arguments={"dropout_p": 0.2}), "cuda")
     q, k, options = inputs.q, inputs.k, {"dropout_p": 0.2, "causal": True, **inputs.tensors}

@@ -1,7 +1,5 @@
 """Mask functions of single indices: what they show pair by pair, and how few tiles are looked into for it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

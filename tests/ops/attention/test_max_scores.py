@@ -1,7 +1,5 @@
 """`return_max_scores`: the largest score of each row, on every backend, with every other argument, and without."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.testing import AttentionCase, assert_same
+from flashtile.testing import assert_same
 from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
 from support.attention.max_scores import check
 from support.running.covering import turns
@@ -21,7 +19,7 @@ ALONE = {name: case for name, case in (COMBINED | EDGES).items() if "+" not in n
 
 @places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(ALONE))
-def test_agrees_with_the_oracle(case: AttentionCase, backend: str, device: str) -> None:
+def test_agrees_with_the_oracle(case, backend, device):
     check(replace(case, head_dim=64, head_dim_v=64) if device == "cuda" else case, backend, device)
 
 
@@ -29,12 +27,12 @@ def test_agrees_with_the_oracle(case: AttentionCase, backend: str, device: str) 
 @pytest.mark.parametrize(
     "name, kind", turns(ALONE, [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]), ids=str
 )
-def test_on_hopper(name: str, kind: tuple[int, torch.dtype]) -> None:
+def test_on_hopper(name, kind):
     case, (head_dim, dtype) = ALONE[name], kind
     check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "hopper", "cuda")
 
 
-def test_the_reference_is_what_the_docstring_says() -> None:
+def test_the_reference_is_what_the_docstring_says():
     q, k, v = (torch.randn(2, size, 2, 16, dtype=torch.float64) for size in (5, 7, 7))
     bias, sinks = torch.randn(2, 1, 5, 7, dtype=torch.float64), torch.full((2,), 100.0, dtype=torch.float64)
     out, found = flashtile.attention(
@@ -49,7 +47,7 @@ def test_the_reference_is_what_the_docstring_says() -> None:
     assert_same(found[0], expected[0])
 
 
-def test_gradients_of_the_others_stay_and_it_has_none() -> None:
+def test_gradients_of_the_others_stay_and_it_has_none():
     def gradients(**returned: bool) -> tuple[Tensor, ...]:
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         results = flashtile.attention(*leaves, causal=True, return_lse=True, **returned)
@@ -63,7 +61,7 @@ def test_gradients_of_the_others_stay_and_it_has_none() -> None:
         found.sum().backward()
 
 
-def test_with_the_rest_of_pytorch() -> None:
+def test_with_the_rest_of_pytorch():
     q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
 
     def largest(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +77,7 @@ def test_with_the_rest_of_pytorch() -> None:
     assert_same(torch.func.vmap(largest)(q[None], k[None], v[None])[1][0], found)
 
 
-def test_every_backend_with_a_backward_has_them() -> None:
+def test_every_backend_with_a_backward_has_them():
     q = torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     asked = flashtile.explain(q, q, q, device="sm_90", return_max_scores=True)
     assert asked.kernels == flashtile.explain(q, q, q, device="sm_90").kernels and asked.backend == "hopper"

@@ -1,7 +1,5 @@
 """The arguments that functions of attention share: one name, one type and one default everywhere."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +24,7 @@ FUNCTIONS: dict[Callable[..., Any], type] = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_a_signature_has_its_options(function: Callable[..., Any]) -> None:
+def test_a_signature_has_its_options(function):
     """Also those of the two functions that name each argument themselves, which have the types and defaults twice."""
     parameters = inspect.signature(function).parameters
     kinds = FUNCTIONS[function].__annotations__
@@ -47,12 +45,12 @@ def test_a_signature_has_its_options(function: Callable[..., Any]) -> None:
     assert own == expected[function.__name__]
 
 
-def test_every_option_has_a_type_and_a_default() -> None:
+def test_every_option_has_a_type_and_a_default():
     everything = {name for kinds in FUNCTIONS.values() for name in kinds.__annotations__}
     assert everything == set(Taken._fields) == Taken._field_defaults.keys()
 
 
-def test_context_parallelism_has_the_same_types_and_defaults() -> None:
+def test_context_parallelism_has_the_same_types_and_defaults():
     parameters = inspect.signature(context_parallel_attention).parameters
     kinds = {**flashtile.AttentionOptions.__annotations__, "return_lse": bool, "return_max_scores": bool}
     assert parameters.keys() & set(Taken._fields) == kinds.keys()
@@ -62,7 +60,7 @@ def test_context_parallelism_has_the_same_types_and_defaults() -> None:
         assert written == getattr(kind, "__forward_arg__", "bool"), name
 
 
-def test_options_are_taken_or_refused() -> None:
+def test_options_are_taken_or_refused():
     names = options.option_names(options.PartOptions)
     assert options.take(flashtile.attention_part, {"causal": True, "scale": 2.0}, names) == Taken(True, scale=2.0)
     with pytest.raises(TypeError, match=r"flashtile.attention_part has no argument sinks"):

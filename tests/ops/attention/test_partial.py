@@ -1,7 +1,5 @@
 """Parts of a call: rectangles of the scores whose merged results, and summed gradients, are those of the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -389,7 +387,7 @@ def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
 
 
 @pytest.mark.interpreter
-def test_weights_of_far_keys_are_those_of_near_ones_where_one_tile_has_all() -> None:
+def test_weights_of_far_keys_are_those_of_near_ones_where_one_tile_has_all():
     """An ALiBi part 15,000 keys away, with an lse that float32 holds exactly: not a bit is another one."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, size, 1, 16, generator=generator).half() for size in (20, 24, 24, 20))

@@ -1,7 +1,5 @@
 """Patterns of block-sparse attention against their definitions, pair by pair, and the pictures in their docstrings."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """The plan of a launch: how many programs, which arguments, and what decides that a kernel is compiled anew."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,14 +30,14 @@ _KERNELS = ("forward", "dq", "dkdv")
     ids=str,
 )
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_other_sizes_need_no_other_binary(kernel: str, change: dict) -> None:
+def test_other_sizes_need_no_other_binary(kernel, change):
     call = Call(window_right=0)
     assert plan(kernel, _HOPPER, call._replace(**change)).kernel.source == plan(kernel, _HOPPER, call).kernel.source
 
 
 @pytest.mark.parametrize("change", [{"seq_q": 5001, "seq_k": 777}, {"batch": 1}, {"sequences": 5}], ids=str)
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_other_sizes_of_a_packed_call_need_no_other_binary(kernel: str, change: dict) -> None:
+def test_other_sizes_of_a_packed_call_need_no_other_binary(kernel, change):
     call = Call(sequences=2, seq_q=999, seq_k=1000)
     assert _but_for_tiles(kernel, call._replace(**change)) == _but_for_tiles(kernel, call)
 
@@ -69,13 +67,13 @@ def _but_for_tiles(kernel: str, call: Call) -> dict[str, Any]:
         ("forward", {"dropout_p": 0.5}, True, True),
     ],
 )
-def test_which_checks_are_left_out(kernel: str, change: dict, whole: bool, all_visible: bool) -> None:
+def test_which_checks_are_left_out(kernel, change, whole, all_visible):
     constants = plan(kernel, _HOPPER, Call()._replace(**change)).kernel.source.constants
     assert (constants["WHOLE"], constants["ALL_VISIBLE"]) == (whole, all_visible)
 
 
 @pytest.mark.parametrize("kernel, rows, heads", [("forward", "seq_q", 6), ("dq", "seq_q", 6), ("dkdv", "seq_k", 2)])
-def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
+def test_programs_of_a_dense_call(kernel, rows, heads):
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=300, seq_k=500)
     result = plan(kernel, _HOPPER, call)
     block = result.kernel.source.constants["shape.BLOCK_N" if kernel == "dkdv" else "shape.BLOCK_M"]
@@ -84,7 +82,7 @@ def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(1000,), (0, 1000, 0), (1,) * 1000, (500, 500), (127, 129, 744)], ids=len)
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel: str, lengths: tuple[int, ...]) -> None:
+def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel, lengths):
     result = plan(kernel, _HOPPER, Call(sequences=len(lengths), seq_q=1000, seq_k=1000, heads=3, heads_kv=3))
     block = result.kernel.source.constants["shape.BLOCK_N" if kernel == "dkdv" else "shape.BLOCK_M"]
     assert result.kernel.programs == (1000 // block + len(lengths) + 1) * 3
@@ -101,7 +99,7 @@ def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel: str, lengths:
         ("dkdv", {"seq_q": 0}, True),  # writes zero gradients
     ],
 )
-def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs: bool) -> None:
+def test_a_call_without_outputs_launches_nothing(kernel, change, runs):
     assert (plan(kernel, _HOPPER, Call()._replace(**change)).kernel.programs > 0) is runs
 
 
@@ -113,7 +111,7 @@ def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs
         ("dkdv", [(2, 50, 3, 40), (2, 50, 3, 24)]),
     ],
 )
-def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
+def test_outputs(kernel, shapes):
     call = Call(head_dim=40, head_dim_v=24, seq_q=30, seq_k=50, heads=6, heads_kv=3)
     assert [layout.shape for layout in _stored(plan(kernel, _HOPPER, call))] == shapes
 
@@ -133,13 +131,13 @@ def _stored(found: AttentionKernel) -> list[allocate.Layout]:
     ],
     ids=str,
 )  # fmt: skip
-def test_one_kernel_computes_all_gradients_where_one_tile_holds_a_sequence(change: dict, one_kernel: bool) -> None:
+def test_one_kernel_computes_all_gradients_where_one_tile_holds_a_sequence(change, one_kernel):
     result = plan("dq", _HOPPER, Call(seq_q=49, seq_k=64, heads=6, heads_kv=3)._replace(**change))
     assert result.all_gradients is one_kernel
     assert shares_of(result) == (2 if one_kernel else 1)
 
 
-def test_strides_of_a_dense_call() -> None:
+def test_strides_of_a_dense_call():
     result = plan("forward", _HOPPER, Call(head_dim=64, head_dim_v=32, heads=4, heads_kv=2, row_stride=1000))
     assert _row_strides(result) == (1000, 128, 64, 128)
     given = passed_by(result.kernel)
@@ -159,7 +157,7 @@ def _stride_types(found: AttentionKernel) -> set[str]:
     return {parameters[f"{of}_strides.{dimension}"] for of in "qkv" for dimension in ("batch", "head")}
 
 
-def test_strides_of_a_packed_call() -> None:
+def test_strides_of_a_packed_call():
     result = plan("dkdv", _HOPPER, Call(sequences=2, heads=4))
     assert _row_strides(result) == (256,) * 6
     given = passed_by(result.kernel)
@@ -170,7 +168,7 @@ def test_strides_of_a_packed_call() -> None:
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_strides_of_dimensions_of_one_do_not_count(kernel: str) -> None:
+def test_strides_of_dimensions_of_one_do_not_count(kernel):
     """They may be odd. Those that 16 divides stay as they are, so that the binaries of longer sequences serve."""
     call = Call(batch=1, seq_q=1, seq_k=33, heads=1, heads_kv=1)
     odd = plan(kernel, _HOPPER, call._replace(row_stride=77))
@@ -180,7 +178,7 @@ def test_strides_of_dimensions_of_one_do_not_count(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
+def test_sizes_and_windows_are_run_time_arguments(kernel):
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
     given = passed_by(plan(kernel, _HOPPER, call).kernel)
     names = ("batch", "heads", "group", "rows_q", "rows_k", "window.left", "window.right")
@@ -193,8 +191,8 @@ def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
     [(1, 4096, 8, 1, 0, 4), (1, 4096, 8, 1, None, 2), (4, 4096, 64, 8, 0, 1), (1, 128, 2, 1, 0, 1)],
 )
 def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
-    batch: int, seq: int, heads: int, heads_kv: int, window_right: int | None, shares: int
-) -> None:
+    batch, seq, heads, heads_kv, window_right, shares
+):
     call = Call(
         batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq, seq_k=seq, head_dim=64, head_dim_v=64,
         window_right=window_right,
@@ -225,13 +223,11 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
         (8, 8, 1, True, 1),  # too short
     ],
 )
-def test_into_how_many_shares_heads_are_divided(
-    group: int, walks: int, query_tiles: int, uneven: bool, shares: int
-) -> None:
+def test_into_how_many_shares_heads_are_divided(group, walks, query_tiles, uneven, shares):
     assert choose_shares(group, walks, query_tiles, uneven, 132) == shares
 
 
-def test_heads_are_divided_for_the_last_line() -> None:
+def test_heads_are_divided_for_the_last_line():
     """Of three lines of 144 walks, the longest of the last one begins when two thirds of all work are done, and takes
     longer than the last third. Half as long it does not."""
     assert choose_shares(4, 3 * 144, 144, True, 132) == 1
@@ -253,11 +249,11 @@ def test_heads_are_divided_for_the_last_line() -> None:
         (1, 1, 8, 1),
     ],
 )
-def test_into_how_many_parts_walks_are_divided(walks: int, query_tiles: int, group: int, parts: int) -> None:
+def test_into_how_many_parts_walks_are_divided(walks, query_tiles, group, parts):
     assert choose_parts(walks, query_tiles, group, 132) == parts
 
 
-def test_the_longest_walk_of_a_window() -> None:
+def test_the_longest_walk_of_a_window():
     window = AttentionSpec(1.0, 99, 0)
     assert longest_walk(128, window, 64, 128) == 5 and longest_walk(3, window, 64, 128) == 3
     assert longest_walk(128, AttentionSpec(1.0, None, 0), 64, 128) == 128
@@ -272,7 +268,7 @@ def test_the_longest_walk_of_a_window() -> None:
         ("gfx942", torch.float32, True, "ieee"),
     ],
 )  # fmt: skip
-def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, precision: str) -> None:
+def test_precision_of_products(arch, dtype, allow_tf32, precision):
     call = Call(dtype=dtype, allow_tf32=allow_tf32)
     assert plan("forward", devices.KNOWN_DEVICES[arch], call).kernel.source.constants["PRECISION"] == precision
 
@@ -280,11 +276,11 @@ def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, 
 @pytest.mark.parametrize(
     "numbers, factor", [((0,), 16), ((64, 48), 16), ((64, 8), 8), ((64, 6), 2), ((1000, 7), 1), ((), 16)]
 )
-def test_power_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
+def test_power_of_two_factor(numbers, factor):
     assert power_of_two_factor(*numbers) == factor
 
 
-def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
+def test_each_cu_seqlens_is_read_in_its_own_dtype():
     """int32 lengths for the queries say nothing of those for the keys."""
     types = described(
         plan("forward", _HOPPER, Call(sequences=3, index_dtypes=(torch.int32, torch.int64))).kernel.source
@@ -294,7 +290,7 @@ def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta"])
-def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device, monkeypatch):
     """PyTorch built for CUDA raises without a driver; the interpreter needs none."""
 
     def no_driver(*_: object) -> int:
@@ -305,7 +301,7 @@ def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, mon
     assert allocate.allocator([allocate.contiguous((2, 3), torch.float32)], torch.device(device))()[0].shape == (2, 3)
 
 
-def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch):
     """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
     read: list[int] = []
 
@@ -326,9 +322,7 @@ def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.Mo
 @pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")
 @pytest.mark.parametrize("has_dlse", [False, True], ids=["", "dlse"])
 @pytest.mark.parametrize("spec", [AttentionSpec(0.1), AttentionSpec(0.1, None, 0, softcap=5.0)], ids=["full", "causal"])
-def test_prepared_launches_pass_what_others_pass(
-    spec: AttentionSpec, has_dlse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_launches_pass_what_others_pass(spec, has_dlse, monkeypatch):
     launched: list[tuple] = []
     monkeypatch.setattr(
         backend_launch, "make_launch",
@@ -358,7 +352,7 @@ def test_prepared_launches_pass_what_others_pass(
 
 
 @pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")
-def test_launches_that_depend_on_more_than_the_layout_are_not_prepared() -> None:
+def test_launches_that_depend_on_more_than_the_layout_are_not_prepared():
     x = torch.zeros(1, 4, 1, 8)
     side = SideInputs(None, None, 4, 4)
     assert launch.prepare_forward(x, x, x, side, AttentionSpec(1.0)) is None  # TF32 may come or go

@@ -1,7 +1,5 @@
 """Properties over random calls: agreement with the fp64 oracle, and what must not change the result."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -89,13 +87,13 @@ fewer = hypothesis.settings(max_examples=hypothesis.settings.default.max_example
 
 @fewer
 @hypothesis.given(cases(), seeds)
-def test_cpu_agrees_with_the_oracle(case: AttentionCase, seed: int) -> None:
+def test_cpu_agrees_with_the_oracle(case, seed):
     check(case, "cpu", seed=seed)
 
 
 @fewer
 @hypothesis.given(score_cases(), seeds)
-def test_changed_scores_on_the_cpu_agree_with_the_oracle(case: AttentionCase, seed: int) -> None:
+def test_changed_scores_on_the_cpu_agree_with_the_oracle(case, seed):
     check(case, "cpu", seed=seed)
 
 
@@ -124,7 +122,7 @@ def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
 
 @fewer
 @hypothesis.given(plain_cases(), seeds)
-def test_order_of_keys_does_not_matter(case: AttentionCase, seed: int) -> None:
+def test_order_of_keys_does_not_matter(case, seed):
     inputs = make_inputs(case)
     order = torch.randperm(case.seq_k, generator=torch.Generator().manual_seed(seed))
     shuffled = replace(inputs, k=inputs.k[:, order], v=inputs.v[:, order])
@@ -137,7 +135,7 @@ def test_order_of_keys_does_not_matter(case: AttentionCase, seed: int) -> None:
 
 @fewer
 @hypothesis.given(plain_cases(), st.data())
-def test_two_halves_of_the_keys_merge_by_their_lse(case: AttentionCase, data: st.DataObject) -> None:
+def test_two_halves_of_the_keys_merge_by_their_lse(case, data):
     inputs = make_inputs(case)
     cut = data.draw(st.integers(0, case.seq_k), label="cut")
     halves = [
@@ -151,7 +149,7 @@ def test_two_halves_of_the_keys_merge_by_their_lse(case: AttentionCase, data: st
 
 @fewer
 @hypothesis.given(plain_cases(), arguments())
-def test_batch_equals_packed(case: AttentionCase, options: dict[str, Any]) -> None:
+def test_batch_equals_packed(case, options):
     inputs = make_inputs(replace(case, arguments=options))
     packed_case = replace(case, lengths_q=(case.seq_q,) * case.batch, lengths_k=(case.seq_k,) * case.batch)
     lengths = make_inputs(packed_case).tensors
@@ -169,7 +167,7 @@ def test_batch_equals_packed(case: AttentionCase, options: dict[str, Any]) -> No
 
 @fewer
 @hypothesis.given(plain_cases(), st.floats(-50, 50))
-def test_shift_of_all_scores_moves_lse_only(case: AttentionCase, shift: float) -> None:
+def test_shift_of_all_scores_moves_lse_only(case, shift):
     # One more dimension adds `shift` to every score of every row.
     inputs = make_inputs(case)
     q = torch.cat((inputs.q, torch.full_like(inputs.q[..., :1], shift)), dim=-1)
@@ -182,7 +180,7 @@ def test_shift_of_all_scores_moves_lse_only(case: AttentionCase, shift: float) -
 
 @fewer
 @hypothesis.given(plain_cases(), st.integers(0, 80))
-def test_key_length_is_a_cut(case: AttentionCase, length: int) -> None:
+def test_key_length_is_a_cut(case, length):
     inputs = make_inputs(case)
     lengths = torch.full((case.batch,), min(length, case.seq_k))
     cut = replace(inputs, k=inputs.k[:, :length], v=inputs.v[:, :length])
@@ -191,7 +189,7 @@ def test_key_length_is_a_cut(case: AttentionCase, length: int) -> None:
 
 @fewer
 @hypothesis.given(plain_cases(), sides, sides)
-def test_causal_is_a_window(case: AttentionCase, left: int | None, right: int | None) -> None:
+def test_causal_is_a_window(case, left, right):
     inputs = make_inputs(case)
     causal = forward(inputs, causal=True, window=(left, right))
     assert all(map(torch.equal, causal, forward(inputs, window=(left, 0))))
@@ -199,7 +197,7 @@ def test_causal_is_a_window(case: AttentionCase, left: int | None, right: int | 
 
 @fewer
 @hypothesis.given(plain_cases(), sides, sides)
-def test_row_does_not_depend_on_what_it_does_not_see(case: AttentionCase, left: int | None, right: int | None) -> None:
+def test_row_does_not_depend_on_what_it_does_not_see(case, left, right):
     inputs = make_inputs(case)
     row, column = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)
     diagonal = row + case.seq_k - case.seq_q
@@ -216,7 +214,7 @@ def test_row_does_not_depend_on_what_it_does_not_see(case: AttentionCase, left: 
 
 @fewer
 @hypothesis.given(plain_cases(), st.floats(0.1, 4))
-def test_out_is_linear_in_v_and_an_average_of_it(case: AttentionCase, factor: float) -> None:
+def test_out_is_linear_in_v_and_an_average_of_it(case, factor):
     inputs = make_inputs(case)
     out, _ = forward(inputs)
     affine, _ = forward(replace(inputs, v=factor * inputs.v + 1))
@@ -228,7 +226,7 @@ def test_out_is_linear_in_v_and_an_average_of_it(case: AttentionCase, factor: fl
 
 @fewer
 @hypothesis.given(plain_cases())
-def test_grouped_heads_equal_repeated_heads(case: AttentionCase) -> None:
+def test_grouped_heads_equal_repeated_heads(case):
     inputs = make_inputs(replace(case, heads=4, heads_kv=2))
     repeated = replace(inputs, k=inputs.k.repeat_interleave(2, dim=2), v=inputs.v.repeat_interleave(2, dim=2))
     grouped, full = run(case, inputs, "cpu"), run(case, repeated, "cpu")
@@ -243,7 +241,7 @@ def test_grouped_heads_equal_repeated_heads(case: AttentionCase) -> None:
 
 @fewer
 @hypothesis.given(plain_cases(), seeds)
-def test_bias_of_whole_rows_moves_lse_only(case: AttentionCase, seed: int) -> None:
+def test_bias_of_whole_rows_moves_lse_only(case, seed):
     inputs = make_inputs(case)
     shape = (case.batch, case.heads, case.seq_q, 1)
     bias = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -255,7 +253,7 @@ def test_bias_of_whole_rows_moves_lse_only(case: AttentionCase, seed: int) -> No
 
 @fewer
 @hypothesis.given(plain_cases(), st.floats(-5, 5))
-def test_sink_scales_out_by_the_share_of_the_keys(case: AttentionCase, logit: float) -> None:
+def test_sink_scales_out_by_the_share_of_the_keys(case, logit):
     inputs = make_inputs(case)
     sinks = torch.full((case.heads,), logit, dtype=torch.float64)
     out, lse = forward(inputs)
@@ -266,7 +264,7 @@ def test_sink_scales_out_by_the_share_of_the_keys(case: AttentionCase, logit: fl
 
 @fewer
 @hypothesis.given(plain_cases(), sides, sides)
-def test_window_is_a_mask(case: AttentionCase, left: int | None, right: int | None) -> None:
+def test_window_is_a_mask(case, left, right):
     inputs = make_inputs(case)
     distance = torch.arange(case.seq_k) - torch.arange(case.seq_q)[:, None] - (case.seq_k - case.seq_q)
     mask = (distance >= -(10**6 if left is None else left)) & (distance <= (10**6 if right is None else right))
@@ -276,7 +274,7 @@ def test_window_is_a_mask(case: AttentionCase, left: int | None, right: int | No
 
 @fewer
 @hypothesis.given(plain_cases(), st.floats(0.1, 100))
-def test_soft_cap_is_a_tanh_of_the_score(case: AttentionCase, softcap: float) -> None:
+def test_soft_cap_is_a_tanh_of_the_score(case, softcap):
     # With a single key, lse is the score.
     inputs = make_inputs(replace(case, seq_k=1))
     _, scores = forward(inputs, scale=2.0)

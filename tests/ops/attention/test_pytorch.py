@@ -1,7 +1,5 @@
 """Attention as a part of PyTorch: dispatcher, compiler, autograd to any order, autocast, transforms."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import shutil
@@ -78,14 +76,14 @@ def op_arguments(case: OpCase) -> tuple[list[Tensor], tuple[Any, ...]]:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
-def test_opcheck_forward(case: OpCase, backend: str) -> None:
+def test_opcheck_forward(case, backend):
     inputs, rest = op_arguments(case)
     torch.library.opcheck(torch.ops.flashtile.attention_forward.default, (*inputs, *rest, backend))
 
 
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
-def test_opcheck_backward(case: OpCase, with_dlse: bool) -> None:
+def test_opcheck_backward(case, with_dlse):
     inputs, rest = op_arguments(case)
     out, lse, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
     dlse = torch.randn_like(lse) if with_dlse else None
@@ -96,7 +94,7 @@ def test_opcheck_backward(case: OpCase, with_dlse: bool) -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_backward.default, arguments)
 
 
-def test_dispatch_modes_see_the_operator() -> None:
+def test_dispatch_modes_see_the_operator():
     # Counters of operations, selective checkpointing and tracers all work through such modes.
     seen = []
 
@@ -111,7 +109,7 @@ def test_dispatch_modes_see_the_operator() -> None:
     assert torch.ops.flashtile.attention_backward.default in seen
 
 
-def test_fake_tensors_give_shapes_without_computing() -> None:
+def test_fake_tensors_give_shapes_without_computing():
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 5, 2, 8, requires_grad=True) for _ in range(3))
         out = flashtile.attention(q, k, v, causal=True)
@@ -135,7 +133,7 @@ COMPILE_OPTIONS = {
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("options", COMPILE_OPTIONS.values(), ids=COMPILE_OPTIONS)
-def test_compiled_equals_eager(options: dict[str, Any]) -> None:
+def test_compiled_equals_eager(options):
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flashtile.attention(q, k, v, **options)
 
@@ -145,7 +143,7 @@ def test_compiled_equals_eager(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_by_the_default_compiler() -> None:
+def test_compiled_by_the_default_compiler():
     def function(x: Tensor) -> Tensor:
         q, k, v = (x * 2).chunk(3, dim=-1)
         return flashtile.attention(q, k, v, causal=True).tanh()
@@ -155,7 +153,7 @@ def test_compiled_by_the_default_compiler() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_dynamic_sizes_from_the_start() -> None:
+def test_dynamic_sizes_from_the_start():
     compiled, compilations = compiled_with_count(flashtile.attention)
     for seq in (9, 12, 17):
         inputs = dense_inputs(seq=seq)
@@ -166,7 +164,7 @@ def test_dynamic_sizes_from_the_start() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_packed_with_other_lengths() -> None:
+def test_compiled_packed_with_other_lengths():
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flashtile.attention_varlen(q, k, v, cu_seqlens, causal=True)
 
@@ -178,7 +176,7 @@ def test_compiled_packed_with_other_lengths() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_with_changing_numbers() -> None:
+def test_compiled_with_changing_numbers():
     # The second value of a number makes the compiler treat it as a symbol; the checks must let symbols through.
     def function(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
         return flashtile.attention(q, k, v, scale=scale, window=(left, None))
@@ -191,7 +189,7 @@ def test_compiled_with_changing_numbers() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("names", ["xxx", "xyy", "xxy", "xyx"])
-def test_compiled_with_one_tensor_in_several_places(names: str) -> None:
+def test_compiled_with_one_tensor_in_several_places(names):
     x, y = leaf(2, 5, 2, 8), leaf(2, 5, 2, 8, seed=1)
     places = [{"x": x, "y": y}[name] for name in names]
 
@@ -205,7 +203,7 @@ def test_compiled_with_one_tensor_in_several_places(names: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_dropout_follows_the_manual_seed() -> None:
+def test_compiled_dropout_follows_the_manual_seed():
     compiled, _ = compiled_with_count(lambda q, k, v: flashtile.attention(q, k, v, dropout_p=0.5))
 
     def outputs(seed: int) -> list[Tensor]:
@@ -217,7 +215,7 @@ def test_compiled_dropout_follows_the_manual_seed() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_under_autocast() -> None:
+def test_compiled_under_autocast():
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return flashtile.attention(q, k, v)
@@ -228,7 +226,7 @@ def test_compiled_under_autocast() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_errors_come_through_the_compiler() -> None:
+def test_errors_come_through_the_compiler():
     compiled = torch.compile(flashtile.attention, backend="aot_eager")
     q, k, v = dense_inputs()
     with pytest.raises(ValueError, match="expected the head_dim of q"):
@@ -279,19 +277,19 @@ def gradient_problem(case: GradientCase) -> tuple[Callable[..., Any], list[Tenso
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradgradcheck(case: GradientCase) -> None:
+def test_gradgradcheck(case):
     function, inputs = gradient_problem(case)
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("output", [0, 1], ids=["out", "lse"])
-def test_gradgradcheck_through_one_output(output: int) -> None:
+def test_gradgradcheck_through_one_output(output):
     function, inputs = gradient_problem(GRADIENT_CASES[1])
     used = inputs if output == 0 else inputs[:2]  # lse does not depend on v
     assert gradgradcheck(lambda *given: function(*given, *inputs[len(given) :])[output], used)
 
 
-def test_third_derivative() -> None:
+def test_third_derivative():
     function, inputs = gradient_problem(GRADIENT_CASES[1])
 
     def gradient(*qkv: Tensor) -> tuple[Tensor, ...]:
@@ -305,13 +303,13 @@ def test_third_derivative() -> None:
     [lambda x: (x, x, x), lambda x: (x, 2 * x, x.tanh()), lambda x: (x, x.flip(1), x[..., :1])],
     ids=["same", "made-of-each-other", "partly"],
 )
-def test_double_backward_of_inputs_that_depend_on_each_other(arguments: Callable[[Tensor], Any]) -> None:
+def test_double_backward_of_inputs_that_depend_on_each_other(arguments):
     x = leaf(1, 3, 1, 2, dtype=torch.float64)
     assert gradgradcheck(lambda x: flashtile.attention(*arguments(x)), [x])
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
-def test_gradients_of_some_inputs_only(wanted: str) -> None:
+def test_gradients_of_some_inputs_only(wanted):
     def gradients(names: str) -> dict[str, Tensor]:
         inputs = dict(zip("qkv", dense_inputs()))
         for name, tensor in inputs.items():
@@ -324,7 +322,7 @@ def test_gradients_of_some_inputs_only(wanted: str) -> None:
     assert_same(gradients(wanted), {name: everything[name] for name in wanted})
 
 
-def test_gradient_through_lse_only() -> None:
+def test_gradient_through_lse_only():
     q, k, v = dense_inputs(dtype=torch.float64)
     _, lse = flashtile.attention(q, k, v, return_lse=True)
     dq, dk, dv = torch.autograd.grad(lse.sin().sum(), (q, k, v))
@@ -334,14 +332,14 @@ def test_gradient_through_lse_only() -> None:
     assert not dv.any()
 
 
-def test_second_backward_with_retained_graph() -> None:
+def test_second_backward_with_retained_graph():
     q, k, v = dense_inputs()
     loss = flashtile.attention(q, k, v, dropout_p=0.2).sin().sum()
     first = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
     assert_same(list(torch.autograd.grad(loss, (q, k, v))), list(first))
 
 
-def test_backward_without_retained_graph_is_refused_twice() -> None:
+def test_backward_without_retained_graph_is_refused_twice():
     loss = flashtile.attention(*dense_inputs()).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
@@ -349,7 +347,7 @@ def test_backward_without_retained_graph_is_refused_twice() -> None:
 
 
 @pytest.mark.parametrize("case", ["dense", "packed"])
-def test_nothing_quadratic_is_saved(case: str) -> None:
+def test_nothing_quadratic_is_saved(case):
     saved = []
     seq = 96
 
@@ -382,7 +380,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
+def test_strides_do_not_matter(layout):
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flashtile.attention(q, k, v, causal=True, return_lse=True)
 
@@ -390,7 +388,7 @@ def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
     assert_same(rearranged, results(function, dense_inputs()))
 
 
-def test_expanded_inputs() -> None:
+def test_expanded_inputs():
     # One key/value head for all, and one batch entry for all, by stride 0.
     q, k, v = leaf(3, 7, 4, 8), leaf(1, 7, 1, 8, seed=1), leaf(1, 7, 1, 8, seed=2)
     expanded = results(
@@ -402,7 +400,7 @@ def test_expanded_inputs() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_of_the_upstream_gradient_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
+def test_strides_of_the_upstream_gradient_do_not_matter(layout):
     q, k, v = dense_inputs()
     out, lse = flashtile.attention(q, k, v, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -411,7 +409,7 @@ def test_strides_of_the_upstream_gradient_do_not_matter(layout: Callable[[Tensor
     assert_same(rearranged, torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
 
 
-def test_upstream_gradient_of_a_sum() -> None:
+def test_upstream_gradient_of_a_sum():
     # The gradient of sum() is one number expanded by stride 0.
     q, k, v = dense_inputs()
     out, lse = flashtile.attention(q, k, v, return_lse=True)
@@ -420,7 +418,7 @@ def test_upstream_gradient_of_a_sum() -> None:
     assert_same(sums, ones)
 
 
-def test_inputs_are_not_changed() -> None:
+def test_inputs_are_not_changed():
     inputs = dense_inputs()
     tensors = {"key_lengths": torch.tensor([3, 9]), "dropout_seed": torch.tensor([1, 2])}
     before = [t.detach().clone() for t in (*inputs, *tensors.values())]
@@ -435,7 +433,7 @@ def test_inputs_are_not_changed() -> None:
 # --- autocast, checkpointing, modules, threads ----------------------------------------------------------------------
 
 
-def test_autocast_computes_in_the_autocast_dtype() -> None:
+def test_autocast_computes_in_the_autocast_dtype():
     q, k, v = dense_inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = flashtile.attention(q, k.bfloat16(), v, return_lse=True)
@@ -446,14 +444,14 @@ def test_autocast_computes_in_the_autocast_dtype() -> None:
     assert {dq.dtype, dk.dtype, dv.dtype} == {torch.float32}
 
 
-def test_autocast_leaves_float64_alone() -> None:
+def test_autocast_leaves_float64_alone():
     inputs = dense_inputs(dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = results(flashtile.attention, inputs)
     assert_same(inside, results(flashtile.attention, inputs))
 
 
-def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
+def test_autocast_does_not_reach_the_arithmetic_inside():
     # Accumulators in float32 would be matrix products in bfloat16 if autocast were left on below the operator.
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flashtile.attention(q, k, v, causal=True, return_lse=True)
@@ -464,7 +462,7 @@ def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
     assert_same(inside, results(function, inputs))
 
 
-def test_autocast_does_not_cast_integers() -> None:
+def test_autocast_does_not_cast_integers():
     integers = torch.zeros(1, 2, 1, 4, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"got torch\.int64"):
         flashtile.attention(integers, integers, integers)
@@ -492,7 +490,7 @@ def block_gradients(block: Block, run: Callable[[Block, Tensor], Tensor]) -> lis
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_activation_checkpointing_replays_dropout(reentrant: bool) -> None:
+def test_activation_checkpointing_replays_dropout(reentrant):
     block = Block()
     plain = block_gradients(block, lambda block, x: block(x))
     replayed = block_gradients(block, lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
@@ -500,14 +498,14 @@ def test_activation_checkpointing_replays_dropout(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_of_modules_work(copy_of: Callable[[Block], Block]) -> None:
+def test_copies_of_modules_work(copy_of):
     block = Block()
     block(leaf(2, 6, 8)).sum().backward()
     block.zero_grad()
     assert_same(*(block_gradients(b, lambda b, x: b(x)) for b in (copy_of(block), block)))
 
 
-def test_manual_seed_reproduces_dropout_bit_for_bit() -> None:
+def test_manual_seed_reproduces_dropout_bit_for_bit():
     def outputs(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         return results(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5), dense_inputs())
@@ -516,21 +514,21 @@ def test_manual_seed_reproduces_dropout_bit_for_bit() -> None:
     assert not torch.equal(outputs(5)[0], outputs(6)[0])
 
 
-def test_each_call_draws_its_own_dropout() -> None:
+def test_each_call_draws_its_own_dropout():
     q, k, v = dense_inputs()
     torch.manual_seed(0)
     first, second = (flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(2))
     assert not torch.equal(first, second)
 
 
-def test_no_dropout_draws_nothing() -> None:
+def test_no_dropout_draws_nothing():
     state = torch.get_rng_state()
     flashtile.attention(*dense_inputs(), dropout_p=0)
     flashtile.attention(*dense_inputs(), dropout_seed=torch.tensor([1, 2]))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     expected = results(lambda *qkv: flashtile.attention(*qkv, causal=True), dense_inputs(seq=70))
     found: list[list[Tensor]] = []
 
@@ -555,13 +553,13 @@ def smooth_loss(q: Tensor) -> Tensor:
     return flashtile.attention(q, 0.5 * q.detach(), 2 * q, causal=True).sin().sum()
 
 
-def test_func_grad_equals_autograd() -> None:
+def test_func_grad_equals_autograd():
     q = leaf(2, 5, 2, 4)
     (expected,) = torch.autograd.grad(smooth_loss(q), q)
     assert_same(torch.func.grad(smooth_loss)(q.detach()), expected)
 
 
-def test_func_second_order_equals_autograd() -> None:
+def test_func_second_order_equals_autograd():
     q = leaf(2, 4, 2, 4, dtype=torch.float64)
     (first,) = torch.autograd.grad(smooth_loss(q), q, create_graph=True)
     (expected,) = torch.autograd.grad(first.square().sum(), q)
@@ -569,7 +567,7 @@ def test_func_second_order_equals_autograd() -> None:
     assert_same(second, expected)
 
 
-def test_jacrev_through_lse() -> None:
+def test_jacrev_through_lse():
     q, k, v = (t.detach() for t in dense_inputs(1, 3, 2, torch.float64))
     function = lambda q: flashtile.attention(q, k, v, return_lse=True)[1]  # noqa: E731
     assert_same(torch.func.jacrev(function)(q), torch.autograd.functional.jacobian(function, q))
@@ -577,7 +575,7 @@ def test_jacrev_through_lse() -> None:
 
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (1, 0, None), (None, 3, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": (2, 1), "key_lengths": torch.tensor([4, 2])}], ids=["", "lengths"])
-def test_vmap_equals_loop(dims: tuple[int | None, ...], options: dict[str, Any]) -> None:
+def test_vmap_equals_loop(dims, options):
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return flashtile.attention(q, k, v, return_lse=True, **options)
 
@@ -589,34 +587,34 @@ def test_vmap_equals_loop(dims: tuple[int | None, ...], options: dict[str, Any])
 
 
 @pytest.mark.parametrize("samples, batch", [(0, 2), (3, 0), (0, 0)], ids=str)
-def test_vmap_over_nothing(samples: int, batch: int) -> None:
+def test_vmap_over_nothing(samples, batch):
     q, k = torch.randn(samples, batch, 5, 2, 4), torch.randn(batch, 7, 2, 4)
     one = torch.func.grad(lambda q: flashtile.attention(q, k, k).sum())
     assert torch.func.vmap(lambda q: flashtile.attention(q, k, k))(q).shape == q.shape
     assert torch.func.vmap(one)(q).shape == q.shape
 
 
-def test_vmap_over_key_lengths() -> None:
+def test_vmap_over_key_lengths():
     inputs = [t.detach() for t in dense_inputs(2, 5)]
     lengths = torch.tensor([[1, 2], [3, 4], [5, 0]])
     function = lambda lengths: flashtile.attention(*inputs, key_lengths=lengths)  # noqa: E731
     assert_same(torch.func.vmap(function)(lengths), torch.stack([function(row) for row in lengths]))
 
 
-def test_gradients_of_each_sample() -> None:
+def test_gradients_of_each_sample():
     samples = torch.stack([leaf(1, 4, 2, 4, seed=seed).detach() for seed in range(3)])
     expected = torch.stack([torch.func.grad(smooth_loss)(sample) for sample in samples])
     assert_same(torch.func.vmap(torch.func.grad(smooth_loss))(samples), expected)
 
 
-def test_gradient_through_vmap() -> None:
+def test_gradient_through_vmap():
     samples = torch.stack([leaf(1, 4, 2, 4, seed=seed).detach() for seed in range(3)]).requires_grad_()
     (actual,) = torch.autograd.grad(torch.func.vmap(smooth_loss)(samples).sum(), samples)
     expected = [torch.func.grad(smooth_loss)(sample) for sample in samples.detach()]
     assert_same(actual, torch.stack(expected))
 
 
-def test_vmap_over_packed_sequences_is_refused() -> None:
+def test_vmap_over_packed_sequences_is_refused():
     inputs, cu_seqlens = packed_inputs((2, 3))
     mapped = [t.detach().expand(2, -1, -1, -1) for t in inputs]
     with pytest.raises(NotImplementedError, match="vmap: expected a dense call"):
@@ -624,13 +622,13 @@ def test_vmap_over_packed_sequences_is_refused() -> None:
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_vmap_with_dropout_is_refused(randomness: str) -> None:
+def test_vmap_with_dropout_is_refused(randomness):
     mapped = [t.detach().expand(2, -1, -1, -1, -1) for t in dense_inputs()]
     with pytest.raises(NotImplementedError, match="without dropout"):
         torch.func.vmap(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5), randomness=randomness)(*mapped)
 
 
-def test_operator_is_not_differentiable_by_itself() -> None:
+def test_operator_is_not_differentiable_by_itself():
     # Autograd is recorded by run_attention; a fallback at the operator would record it a second time, wrongly.
     inputs, rest = op_arguments(OP_CASES[0])
     out, *_ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
@@ -641,7 +639,7 @@ def test_operator_is_not_differentiable_by_itself() -> None:
 
 
 @pytest.mark.unpoisoned
-def test_pytorchs_deterministic_mode_is_that_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_deterministic_mode_is_that_of_attention(monkeypatch):
     asked = []
     forward = cpu.forward
 
@@ -661,7 +659,7 @@ def test_pytorchs_deterministic_mode_is_that_of_attention(monkeypatch: pytest.Mo
 
 
 @pytest.mark.unpoisoned
-def test_a_compiled_call_is_traced_anew_in_deterministic_mode() -> None:
+def test_a_compiled_call_is_traced_anew_in_deterministic_mode():
     counter = CompileCounter()
     attend = torch.compile(lambda q: flashtile.attention(q, q, q), backend=counter, fullgraph=True)
     q = torch.randn(1, 8, 2, 16)

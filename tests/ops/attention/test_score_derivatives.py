@@ -1,7 +1,5 @@
 """Derivatives of score functions: PyTorch's activations and others, against autograd on numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +41,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_as_autograd_on_numbers(name: str, dtype: torch.dtype) -> None:
+def test_as_autograd_on_numbers(name, dtype):
     """Also at the ends of pieces, and where exponentials overflow."""
     function = FUNCTIONS[name]
     edges = torch.tensor([0.1, 0.5, 1, 1.5, 2, 3, 6, 20, 100] if name != "atanh" else [0.5, 1.0], dtype=dtype)
@@ -61,7 +59,7 @@ def test_as_autograd_on_numbers(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_kernels_have_the_derivatives_of_what_they_have(name: str) -> None:
+def test_kernels_have_the_derivatives_of_what_they_have(name):
     function = FUNCTIONS[name]
     program = flashtile.trace_score_mod(lambda s, b, h, q, k: function(s)).program
     missing = unsupported_operation(program, with_derivative=False)
@@ -69,7 +67,7 @@ def test_kernels_have_the_derivatives_of_what_they_have(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softplus", "elu", "hardswish"])
-def test_in_attention(name: str) -> None:
+def test_in_attention(name):
     function = FUNCTIONS[name]
     q, k, v = (torch.randn(1, 7, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
@@ -93,7 +91,7 @@ def test_in_attention(name: str) -> None:
     ],
     ids=["heaviside", "mvlgamma"],
 )
-def test_what_has_none_is_refused_before_the_forward(function: Callable[[Tensor], Tensor], why: str) -> None:
+def test_what_has_none_is_refused_before_the_forward(function, why):
     q, weights = torch.randn(1, 5, 2, 8), torch.ones(5)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Score functions in plain Python: what they mean, their gradients, and what is refused with which words."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -63,13 +61,13 @@ def results(score_mod: Any, leaves: list[Tensor], **options: Any) -> list[Tensor
 # --- what it means --------------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_the_numbers_of_batch_head_query_and_key() -> None:
+def test_arguments_are_the_numbers_of_batch_head_query_and_key():
     scores = scores_of(lambda score, b, h, q, k: score + 0.5 * b + 0.125 * h + 0.25 * q - k, batch=2)
     b, h, q, k = grid("b", "h", "q", "k")
     assert_same(scores, 0.5 * b + 0.125 * h + 0.25 * q - k + torch.zeros_like(scores))
 
 
-def test_after_scale_and_softcap_before_bias_and_alibi() -> None:
+def test_after_scale_and_softcap_before_bias_and_alibi():
     q, k, v = (torch.full((1, 1, 1, 1), value, dtype=torch.float64) for value in (2.0, 3.0, 1.0))
     _, lse = flashtile.attention(
         q, k, v, scale=0.5, softcap=1.5, score_mod=lambda score, b, h, q, k: 10 * score, return_lse=True,
@@ -78,7 +76,7 @@ def test_after_scale_and_softcap_before_bias_and_alibi() -> None:
     assert lse.item() == pytest.approx(10 * 1.5 * math.tanh(0.5 * 6 / 1.5) + 0.25, rel=1e-12)
 
 
-def test_indices_count_within_a_packed_sequence() -> None:
+def test_indices_count_within_a_packed_sequence():
     lengths = [4, 0, 5]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     q, table, weights = leaf(9, 2, 8), leaf(2, 9, seed=3), normal(9, 2, 8, seed=4)
@@ -99,7 +97,7 @@ def test_indices_count_within_a_packed_sequence() -> None:
     assert_same([out, *found], [expected, *torch.autograd.grad((expected * weights).sum(), (q, table))])
 
 
-def test_minus_infinity_hides_and_nothing_comes_from_there() -> None:
+def test_minus_infinity_hides_and_nothing_comes_from_there():
     documents = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2])
     table = leaf(SEQ_K)
 
@@ -117,7 +115,7 @@ def test_minus_infinity_hides_and_nothing_comes_from_there() -> None:
     assert_same(results(by_function, [table]), results(by_mask, [table], mask=mask))
 
 
-def test_reads_outside_of_a_tensor_are_nan_where_they_are_visible() -> None:
+def test_reads_outside_of_a_tensor_are_nan_where_they_are_visible():
     table = normal(SEQ_Q)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ def test_reads_outside_of_a_tensor_are_nan_where_they_are_visible() -> None:
     assert scores_of(score_mod)[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [0, 1]
 
 
-def test_captured_in_parts_and_as_a_scalar() -> None:
+def test_captured_in_parts_and_as_a_scalar():
     table, factor = leaf(HEADS, SEQ_Q, SEQ_K), leaf()
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ def test_captured_in_parts_and_as_a_scalar() -> None:
     assert [grad.shape for grad in results(score_mod, [table, factor])[-2:]] == [table.shape, factor.shape]
 
 
-def test_gradients_of_an_entry_that_a_number_names() -> None:
+def test_gradients_of_an_entry_that_a_number_names():
     table = leaf(HEADS, 5)
     by_tiles, by_hand = (
         results(lambda score, b, h, q, k: score * table[h, 3] + table[-1, k % 5], [table], backend=backend)
@@ -175,7 +173,7 @@ def _alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("score_mod", [_relative, _capped, _causal, _alibi], ids=lambda function: function.__name__)
-def test_functions_of_flex_attention_mean_the_same(score_mod: Callable[..., Tensor]) -> None:
+def test_functions_of_flex_attention_mean_the_same(score_mod):
     q, k, v = (tensor.detach() for tensor in qkv())  # on a CPU FlexAttention has no gradients
     heads_first = [t.transpose(1, 2) for t in (q, k, v)]
     expected: Any = flex_attention(*heads_first, score_mod=score_mod, enable_gqa=True)
@@ -185,7 +183,7 @@ def test_functions_of_flex_attention_mean_the_same(score_mod: Callable[..., Tens
 # --- against what is built in ---------------------------------------------------------------------------------------
 
 
-def test_like_the_built_in_ones() -> None:
+def test_like_the_built_in_ones():
     slopes, bias = leaf(HEADS, seed=5), leaf(HEADS, SEQ_Q, SEQ_K, seed=6)
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -214,12 +212,12 @@ def _small() -> tuple[Tensor, ...]:
     return leaf(1, 4, 2, 3), leaf(1, 5, 1, 3, seed=1), leaf(1, 5, 1, 3, seed=2), leaf(2, 9, seed=3), leaf(seed=4)
 
 
-def test_first_second_and_forward_derivatives() -> None:
+def test_first_second_and_forward_derivatives():
     torch.autograd.gradcheck(_learned, _small(), check_forward_ad=True)
     torch.autograd.gradgradcheck(_learned, _small())
 
 
-def test_under_checkpointing_and_torch_func() -> None:
+def test_under_checkpointing_and_torch_func():
     inputs = _small()
     expected = torch.autograd.grad(_learned(*inputs)[0].sum(), inputs)
     again: Any = checkpoint(_learned, *inputs, use_reentrant=False)
@@ -230,7 +228,7 @@ def test_under_checkpointing_and_torch_func() -> None:
         torch.func.vmap(lambda q: flashtile.attention(q, q, q, score_mod=_rounded))(normal(3, 1, 4, 2, 3))
 
 
-def test_gradients_in_the_dtype_of_the_tensor_and_zero_without_influence() -> None:
+def test_gradients_in_the_dtype_of_the_tensor_and_zero_without_influence():
     narrow, unused = leaf(HEADS, dtype=torch.bfloat16), leaf(SEQ_K)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -242,7 +240,7 @@ def test_gradients_in_the_dtype_of_the_tensor_and_zero_without_influence() -> No
     assert not dunused.any()
 
 
-def test_gradients_of_captured_tensors_without_any_of_q_k_v() -> None:
+def test_gradients_of_captured_tensors_without_any_of_q_k_v():
     table = leaf(HEADS, SEQ_K)
     q, k, v = (tensor.detach() for tensor in qkv())
     out = flashtile.attention(q, k, v, score_mod=lambda s, b, h, q, k: s + table[h, k])
@@ -250,7 +248,7 @@ def test_gradients_of_captured_tensors_without_any_of_q_k_v() -> None:
     assert_same(torch.autograd.grad(out.sin().sum(), table), torch.autograd.grad(expected.sin().sum(), table))
 
 
-def test_autocast_and_no_grad() -> None:
+def test_autocast_and_no_grad():
     q, k, v = (tensor.float() for tensor in qkv())
     table = leaf(SEQ_K, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -263,7 +261,7 @@ def test_autocast_and_no_grad() -> None:
 # --- the operator ---------------------------------------------------------------------------------------------------
 
 
-def test_opcheck() -> None:
+def test_opcheck():
     q, k, v = (tensor.detach() for tensor in qkv(5, 6))
     table = leaf(HEADS, 6)
     traced = flashtile.trace_score_mod(lambda s, b, h, q, k: s + table[h, k] * s, dtype=torch.float64)
@@ -275,7 +273,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_backward, arguments)
 
 
-def test_compiled_with_a_function_and_in_one_graph_with_a_traced_one() -> None:
+def test_compiled_with_a_function_and_in_one_graph_with_a_traced_one():
     q, table = leaf(1, 8, 2, 4, dtype=torch.float32), leaf(2, 8, dtype=torch.float32)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -298,7 +296,7 @@ def test_compiled_with_a_function_and_in_one_graph_with_a_traced_one() -> None:
 # --- tracing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_traced_once_and_again_when_what_it_sees_changes() -> None:
+def test_a_function_is_traced_once_and_again_when_what_it_sees_changes():
     q = normal(1, 4, 2, 3)
     calls = []
 
@@ -332,7 +330,7 @@ def test_a_function_is_traced_once_and_again_when_what_it_sees_changes() -> None
     assert not torch.equal(second, traces(by_list))
 
 
-def test_the_program_of_a_function_is_short_and_canonical() -> None:
+def test_the_program_of_a_function_is_short_and_canonical():
     table = normal(5)
     traced = flashtile.trace_score_mod(lambda s, b, h, q, k: s + table[q - k] + 0 * table[q - k])
     program = parse(traced.program)
@@ -384,7 +382,7 @@ _meta = torch.zeros(8, device="meta")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_operation_line_and_remedy(name: str) -> None:
+def test_refused_with_operation_line_and_remedy(name):
     function, error, message = REFUSED[name]
     q = torch.zeros(1, 4, 4, 8)
     with pytest.raises(error, match=message) as caught:
@@ -392,7 +390,7 @@ def test_refused_with_operation_line_and_remedy(name: str) -> None:
     assert "score_mod" in str(caught.value)
 
 
-def test_a_traced_function_is_for_one_dtype() -> None:
+def test_a_traced_function_is_for_one_dtype():
     traced = flashtile.trace_score_mod(_capped)
     q = normal(1, 4, 2, 8)
     with pytest.raises(TypeError, match="float64"):
@@ -402,7 +400,7 @@ def test_a_traced_function_is_for_one_dtype() -> None:
         flashtile.trace_score_mod(_capped, dtype=torch.float16)
 
 
-def test_other_functions_do_not_take_one() -> None:
+def test_other_functions_do_not_take_one():
     q = torch.zeros(1, 4, 2, 8)
     function: Callable[..., Any] = flashtile.attention_column_sums
     with pytest.raises(TypeError, match="score_mod"):
@@ -410,7 +408,7 @@ def test_other_functions_do_not_take_one() -> None:
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
-def test_explain_says_which_kernels_a_function_gets() -> None:
+def test_explain_says_which_kernels_a_function_gets():
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
     answer = flashtile.explain(q, q, q, score_mod=_rounded, device="sm_90")
     assert [(kernel.name, kernel.backend) for kernel in answer.kernels] == [
@@ -419,7 +417,7 @@ def test_explain_says_which_kernels_a_function_gets() -> None:
     assert flashtile.explain(q, q, q, score_mod=_capped).backend == "cpu"
 
 
-def test_several_gradients_in_one() -> None:
+def test_several_gradients_in_one():
     q, table = leaf(1, 4, 2, 3), leaf(4)
     out = flashtile.attention(q, q, q, score_mod=_rounded)
     upstream = normal(3, *out.shape)

@@ -1,10 +1,8 @@
 """Score functions on the portable kernels: pairs with other features, each operation that their sources have, and what
 they refuse."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from flashtile.ops.attention.gpu.score_source import (
     function_source,
     unsupported_operation,
 )
-from flashtile.testing import AttentionCase, assert_close, check
+from flashtile.testing import assert_close, check
 from flashtile.testing.tolerance import Size, size
 from gluon_emulator import language
 from gluon_emulator.values import Value
@@ -32,13 +30,13 @@ SEQ, HEADS = 40, 2
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters(score_mod_combined()))
-def test_interpreted_pairs(case: AttentionCase) -> None:
+def test_interpreted_pairs(case):
     check(case, "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(score_mod_combined()))
-def test_pairs_on_a_gpu(case: AttentionCase) -> None:
+def test_pairs_on_a_gpu(case):
     check(case, "triton", "cuda")
 
 
@@ -144,13 +142,13 @@ def _part(name: str, query: int) -> dict[str, Tensor]:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_interpreted_operations(name: str) -> None:
+def test_interpreted_operations(name):
     _agrees(name, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_operations_on_a_gpu(name: str) -> None:
+def test_operations_on_a_gpu(name):
     _agrees(name, "cuda")
 
 
@@ -159,7 +157,7 @@ WITH_GRADIENTS = ("tables", "narrow", "buckets", "few", "constant")
 
 
 @pytest.fixture
-def waves_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def waves_of_three(monkeypatch):
     """Few sums, so that small calls come in several waves, the last one with thread blocks to spare."""
     scores = pytest.importorskip("flashtile.ops.attention.triton.scores")
     monkeypatch.setattr(scores, "_MEMORY", 0)
@@ -171,19 +169,19 @@ def waves_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
-def test_interpreted_gradients_in_order(name: str, waves_of_three: None) -> None:
+def test_interpreted_gradients_in_order(name, waves_of_three):
     _agrees(name, "cpu", deterministic=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
-def test_gradients_in_order_on_a_gpu(name: str, waves_of_three: None) -> None:
+def test_gradients_in_order_on_a_gpu(name, waves_of_three):
     first, second = (_agrees(name, "cuda", deterministic=True) for _ in range(2))
     assert all(torch.equal(first[result], second[result]) for result in first)
 
 
 @pytest.mark.gpu
-def test_gradients_of_a_long_call_are_the_same_in_every_run() -> None:
+def test_gradients_of_a_long_call_are_the_same_in_every_run():
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, 1024, 4, 64, generator=generator, device="cuda").bfloat16() for _ in range(3))
     table = torch.zeros(4, 2047, device="cuda", requires_grad=True)
@@ -200,7 +198,7 @@ def test_gradients_of_a_long_call_are_the_same_in_every_run() -> None:
     assert all(torch.equal(first, gradient()) for _ in range(10))
 
 
-def test_a_source_reads_like_the_function() -> None:
+def test_a_source_reads_like_the_function():
     table = torch.zeros(3, 9, requires_grad=True)
     text = flashtile.trace_score_mod(lambda s, b, h, q, k: s * 2 + table[h, q - k]).program
     source = function_source(text)
@@ -212,7 +210,7 @@ def test_a_source_reads_like_the_function() -> None:
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
 @pytest.mark.parametrize("names", TOGETHER)
-def test_functions_compile_with_the_gradients_that_they_want(names: tuple[str, ...]) -> None:
+def test_functions_compile_with_the_gradients_that_they_want(names):
     from support.compilation.checked_code import check_code
     from support.compilation.machine_code import Call, call_source
 
@@ -232,7 +230,7 @@ def _check_sums(binary: Any, instructions: tuple[str, ...], present: bool) -> No
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
 @pytest.mark.parametrize("name, device", [("tables", "sm_80"), ("few", "sm_90")])
-def test_gradients_in_order_compile_without_atomics(name: str, device: str) -> None:
+def test_gradients_in_order_compile_without_atomics(name, device):
     from support.compilation.checked_code import check_code
     from support.compilation.machine_code import Call, call_source
 
@@ -242,13 +240,13 @@ def test_gradients_in_order_compile_without_atomics(name: str, device: str) -> N
     check_code(call_source("dq", device, call), device, _check_sums, ("RED.", "ATOM"), False)
 
 
-def test_operations_that_the_kernels_lack_are_named() -> None:
+def test_operations_that_the_kernels_lack_are_named():
     text = flashtile.trace_score_mod(lambda s, b, h, q, k: torch.lgamma(s)).program
     assert unsupported_operation(text, False) == "aten.lgamma.default"
     assert unsupported_operation(flashtile.trace_score_mod(lambda s, *_: s + 1).program, True) is None
 
 
-def test_sine_and_cosine() -> None:
+def test_sine_and_cosine():
     """By polynomials, to a few units of 2⁻²⁴, as long as neighbours of float32 are near each other; else NaN."""
     names: dict[str, Any] = {"tl": language.gl}
     exec(SINE_SOURCE, names)
@@ -263,7 +261,7 @@ def test_sine_and_cosine() -> None:
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
-def test_explain_names_what_is_not_served() -> None:
+def test_explain_names_what_is_not_served():
     table = torch.zeros(9, requires_grad=True)
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
 

@@ -1,7 +1,5 @@
 """Score functions that arguments of attention say as well: which are recognised, and that they mean the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -78,13 +76,13 @@ def _made_of(function: _Function, **arguments: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", _FUNCTIONS)
-def test_what_is_recognised(name: str) -> None:
+def test_what_is_recognised(name):
     function, expected = _FUNCTIONS[name]
     assert _made_of(function) == (expected or {"rest"})
 
 
 @pytest.mark.parametrize("name", _FUNCTIONS)
-def test_the_parts_mean_what_the_function_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_mean_what_the_function_does(name, monkeypatch):
     q, k, v = (_leaf(2, _SEQ, heads, 3, seed=seed) for seed, heads in ((6, _HEADS), (7, 2), (8, 2)))
     inputs = q, k, v, _SLOPES, _BY_BATCH, _BIAS, _SQUARE, _TABLE
     function, _ = _FUNCTIONS[name]
@@ -106,7 +104,7 @@ def test_the_parts_mean_what_the_function_does(name: str, monkeypatch: pytest.Mo
             assert_same(one, other)
 
 
-def test_where_a_call_cannot_take_the_parts_the_function_stays_whole() -> None:
+def test_where_a_call_cannot_take_the_parts_the_function_stays_whole():
     alibi, absolute, cap, bias = (_FUNCTIONS[name][0] for name in ("alibi", "alibi, absolute", "cap", "bias"))
     assert _made_of(cap, softcap=3.0) == _made_of(alibi, alibi_slopes=_SLOPES) == {"rest"}
     assert _made_of(bias, bias=_BIAS[None, :, :_SEQ, :_SEQ]) == {"rest"}
@@ -122,7 +120,7 @@ def test_where_a_call_cannot_take_the_parts_the_function_stays_whole() -> None:
     assert _made_of(alibi, **{**packed, "cu_seqlens_k": cumulative.clone()}) == {"rest"}
 
 
-def test_the_parts_of_an_old_function_are_new_ones() -> None:
+def test_the_parts_of_an_old_function_are_new_ones():
     """What is left reads its own tensors alone, in its own order."""
     function = flashtile.trace_score_mod(_FUNCTIONS["all, and more"][0], dtype=torch.float64)
     parts = function_parts(function.program, "float64")
@@ -133,7 +131,7 @@ def test_the_parts_of_an_old_function_are_new_ones() -> None:
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
-def test_explain_says_what_the_parts_get() -> None:
+def test_explain_says_what_the_parts_get():
     q = torch.zeros(1, 128, _HEADS, 64, dtype=torch.bfloat16)
     slopes = torch.zeros(_HEADS, requires_grad=True)
     alibi: _Function = lambda s, b, h, i, j: s - slopes[h] * (i - j)  # noqa: E731
@@ -144,7 +142,7 @@ def test_explain_says_what_the_parts_get() -> None:
     assert answers[0].kernels == named.kernels
 
 
-def test_the_order_of_captured_gradients_of_a_part_stays() -> None:
+def test_the_order_of_captured_gradients_of_a_part_stays():
     """`attention_backward` returns them by the order in which the function reads its tensors."""
     q = _leaf(1, 4, _HEADS, 3, seed=0).detach()
     function = flashtile.trace_score_mod(lambda s, b, h, i, j: s + _SLOPES[h] * (j - i), dtype=q.dtype)

@@ -1,11 +1,7 @@
 """Texts of score programs from elsewhere: what they name is checked before anything runs."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +82,7 @@ def run(text: str, captured: tuple[Tensor, ...], backend: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refused_before_anything_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_before_anything_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("loads a library"))
     captured = (torch.zeros(2),) if "load" in HOSTILE[name] else ()
@@ -105,7 +101,7 @@ def test_refused_before_anything_runs(name: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "captured", [(), (torch.zeros(2, 2),), (torch.zeros(2).half(),), (torch.zeros(2), torch.zeros(2))]
 )
-def test_tensors_that_a_program_does_not_read_are_refused(captured: tuple[Tensor, ...]) -> None:
+def test_tensors_that_a_program_does_not_read_are_refused(captured):
     text = of_captured(0, "%head")
     assert run(text, (torch.zeros(2),), "cpu").shape == (1, 4, 2, 8)
     for backend in ("reference", "cpu"):
@@ -113,7 +109,7 @@ def test_tensors_that_a_program_does_not_read_are_refused(captured: tuple[Tensor
             run(text, captured, backend)
 
 
-def test_what_tracing_makes_is_read() -> None:
+def test_what_tracing_makes_is_read():
     table = torch.ones(2, 9, dtype=torch.int64)
 
     def everything(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -124,7 +120,7 @@ def test_what_tracing_makes_is_read() -> None:
     assert parse(text).text == text
 
 
-def test_only_elementwise_operations_that_change_nothing() -> None:
+def test_only_elementwise_operations_that_change_nothing():
     aten = torch.ops.aten
     for func in (aten.add_.Tensor, aten.add.out, aten.sum.default, aten.max.default, aten.from_file.default):
         assert not is_elementwise(func)
@@ -140,7 +136,7 @@ def _doubles(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("step", [_squares, _doubles])
-def test_values_that_are_used_twice_each_take_no_time_that_doubles(step: Callable[[Tensor], Tensor]) -> None:
+def test_values_that_are_used_twice_each_take_no_time_that_doubles(step):
     table = torch.zeros(8)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -156,7 +152,7 @@ def test_values_that_are_used_twice_each_take_no_time_that_doubles(step: Callabl
     assert time.perf_counter() - before < 5
 
 
-def test_long_chains_do_not_exceed_the_recursion_limit() -> None:
+def test_long_chains_do_not_exceed_the_recursion_limit():
     def chain(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         distance = (q - k).float()
         for _ in range(1500):
@@ -168,7 +164,7 @@ def test_long_chains_do_not_exceed_the_recursion_limit() -> None:
     flashtile.testing.assert_same(result, flashtile.attention(q, q, q, score_mod=lambda s, b, h, q, k: s + (q - k)))
 
 
-def test_functions_with_too_many_steps_are_refused_when_traced() -> None:
+def test_functions_with_too_many_steps_are_refused_when_traced():
     def endless(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         for _ in range(MOST_STEPS + 1):
             score = score + 1
@@ -178,6 +174,6 @@ def test_functions_with_too_many_steps_are_refused_when_traced() -> None:
         flashtile.trace_score_mod(endless)
 
 
-def test_infinite_powers_are_not_for_kernels() -> None:
+def test_infinite_powers_are_not_for_kernels():
     text = flashtile.trace_score_mod(lambda s, b, h, q, k: s ** float("inf")).program
     assert unsupported_operation(text, False) == "aten.pow.Tensor_Scalar"

@@ -45,7 +45,7 @@ def _range(expression: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[int,
         (lambda h, q, k: torch.clamp(q, max=k), None),
     ],
 )
-def test_ranges_of_integers(expression: Callable, expected: tuple[int, int] | None) -> None:
+def test_ranges_of_integers(expression, expected):
     """They have what every score has, and where something is known no more than its extremes."""
     assert _range(expression) == expected
     if expected is not None:
@@ -59,7 +59,7 @@ def _source(table: Tensor, index: Callable[..., Any], bounds: ScoreBounds | None
     return function_source(text, bounds)
 
 
-def test_what_stays_within_is_read_without_checks() -> None:
+def test_what_stays_within_is_read_without_checks():
     """By addresses in parts of rows and of columns, where the index is a sum of such parts."""
     table = torch.zeros(3, 16)
     bounds = ScoreBounds(2, 3, _Q, _K, ((3, 16),))
@@ -77,7 +77,7 @@ def test_what_stays_within_is_read_without_checks() -> None:
     assert "mask=" not in clamped
 
 
-def test_tiles_of_any_place_read_the_same() -> None:
+def test_tiles_of_any_place_read_the_same():
     """The source as Python: what it reads, with and without what is known of the indices."""
     table = torch.arange(48.0)
     names: dict[str, Any] = {"tl": _Language}
@@ -100,7 +100,7 @@ def test_tiles_of_any_place_read_the_same() -> None:
         assert torch.equal(known, rows[9 + q - k] + rows[k])
 
 
-def test_what_does_not_depend_on_the_score_may_be_read_before() -> None:
+def test_what_does_not_depend_on_the_score_may_be_read_before():
     """And the function then reads the rest alone."""
     table = torch.zeros(9)
 

@@ -1,7 +1,5 @@
 """What soft cap, bias, ALiBi, masks and sinks mean: small examples by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,7 +53,7 @@ def equal(actual: Any, expected: Any) -> None:
 # --- what becomes of a score ----------------------------------------------------------------------------------------
 
 
-def test_scale_then_softcap_then_bias_and_alibi_then_mask() -> None:
+def test_scale_then_softcap_then_bias_and_alibi_then_mask():
     q, keys = torch.full((1, 1, 1, 1), 2.0, dtype=torch.float64), (3.0, -1.0, 5.0, 0.5)
     k, v = doubles(*keys).view(1, 4, 1, 1), doubles(1, 10, 100, 1000).view(1, 4, 1, 1)
     out, lse = flashtile.attention(
@@ -73,7 +71,7 @@ def test_scale_then_softcap_then_bias_and_alibi_then_mask() -> None:
     assert out.item() == pytest.approx(weighted / total, rel=1e-12)
 
 
-def test_softcap_bounds_scores_before_the_bias() -> None:
+def test_softcap_bounds_scores_before_the_bias():
     q = doubles(-40, 0, 1, 40).view(1, 4, 1, 1)
     scores = scores_of(4, 2, q, scale=1.0, softcap=2.0, bias=doubles(0, 9))
     capped = 2 * (q.view(4, 1) / 2).tanh()
@@ -82,7 +80,7 @@ def test_softcap_bounds_scores_before_the_bias() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 0, 0.0, 1e9], ids=str)
-def test_no_softcap_and_one_out_of_reach(softcap: float | None) -> None:
+def test_no_softcap_and_one_out_of_reach(softcap):
     inputs = qkv()
 
     def results(**options: Any) -> tuple[Tensor, ...]:
@@ -92,7 +90,7 @@ def test_no_softcap_and_one_out_of_reach(softcap: float | None) -> None:
     equal(results(softcap=softcap), results())
 
 
-def test_saturated_softcap_lets_no_gradient_through() -> None:
+def test_saturated_softcap_lets_no_gradient_through():
     q, k, v = qkv()
     out = flashtile.attention(1e6 * q, k, v, softcap=1.0)
     dq, dk, dv = torch.autograd.grad(out.sin().sum(), (q, k, v))
@@ -104,14 +102,14 @@ def test_saturated_softcap_lets_no_gradient_through() -> None:
 # --- bias and mask --------------------------------------------------------------------------------------------------
 
 
-def test_bias_adds_to_scores() -> None:
+def test_bias_adds_to_scores():
     bias = normal(3, 4)
     equal(scores_of(3, 4, bias=bias), bias)
     equal(scores_of(3, 4, bias=bias, causal=True), bias.masked_fill(torch.ones(3, 4).triu(2).bool(), -INFINITY))
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 1, 1, 7), (1, 4, 5, 7)], ids=str)
-def test_mask_is_a_bias_of_minus_infinity(shape: tuple[int, ...]) -> None:
+def test_mask_is_a_bias_of_minus_infinity(shape):
     mask, inputs = normal(*shape) < 0.5, qkv()
 
     def results(**options: Any) -> tuple[Tensor, ...]:
@@ -129,7 +127,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bias_broadcasts_and_its_gradient_is_the_sum(shape: tuple[int, ...]) -> None:
+def test_bias_broadcasts_and_its_gradient_is_the_sum(shape):
     inputs, bias = qkv(), normal(*shape).requires_grad_()
 
     def results(bias_of_call: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +149,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_of_bias_and_mask_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
+def test_strides_of_bias_and_mask_do_not_matter(layout):
     inputs, bias, mask = qkv(), normal(2, 4, 5, 7).requires_grad_(), normal(2, 4, 5, 7, seed=1) < 1
 
     def results(layout: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -161,7 +159,7 @@ def test_strides_of_bias_and_mask_do_not_matter(layout: Callable[[Tensor], Tenso
     equal(results(layout), results(lambda t: t))
 
 
-def test_expanded_bias_and_mask_are_read_in_place() -> None:
+def test_expanded_bias_and_mask_are_read_in_place():
     inputs, bias, mask = qkv(), normal(1, 4, 1, 7).requires_grad_(), normal(2, 1, 5, 1) < 1
 
     def results(expand: bool) -> tuple[Tensor, ...]:
@@ -173,7 +171,7 @@ def test_expanded_bias_and_mask_are_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_float32_bias_beside_16_bits(dtype: torch.dtype) -> None:
+def test_float32_bias_beside_16_bits(dtype):
     case = replace(BASE, dtype=dtype, bias="1hqk", bias_dtype=torch.float32)
     assert check(case, "cpu")["dbias"].dtype is torch.float32
     # What 16 bits cannot hold counts: a step of 2⁻¹² at 1.
@@ -194,14 +192,14 @@ DISTANCES = [
 
 @pytest.mark.parametrize("options", [{}, {"align": "top_left"}, {"key_lengths": None}], ids=str)
 @pytest.mark.parametrize("sizes, distances", DISTANCES, ids=str)
-def test_alibi_distances(sizes: tuple[int, int], distances: list, options: dict[str, Any]) -> None:
+def test_alibi_distances(sizes, distances, options):
     if "key_lengths" in options:
         options = {"key_lengths": torch.tensor(sizes[1:])}
     scores = scores_of(*sizes, alibi_slopes=doubles(0.5), **options)
     equal(scores, -0.5 * torch.tensor(distances, dtype=torch.float64))
 
 
-def test_alibi_distances_under_a_mask() -> None:
+def test_alibi_distances_under_a_mask():
     slopes = doubles(1)
     hidden = scores_of(2, 4, alibi_slopes=slopes, causal=True, align="top_left")
     equal(hidden, doubles(-2, -INFINITY, -INFINITY, -INFINITY, -3, -2, -INFINITY, -INFINITY).view(2, 4))
@@ -211,7 +209,7 @@ def test_alibi_distances_under_a_mask() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
-def test_alibi_is_a_bias(shape: tuple[int, ...]) -> None:
+def test_alibi_is_a_bias(shape):
     inputs, slopes = qkv(), normal(*shape).requires_grad_()
     distance = (torch.arange(5)[:, None] + 2 - torch.arange(7)).abs()
 
@@ -225,7 +223,7 @@ def test_alibi_is_a_bias(shape: tuple[int, ...]) -> None:
 # --- sinks ----------------------------------------------------------------------------------------------------------
 
 
-def test_sink_by_hand() -> None:
+def test_sink_by_hand():
     q = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
     v = doubles(3, 5).view(1, 2, 1, 1)
     sinks = doubles(math.log(2), math.log(6))
@@ -235,7 +233,7 @@ def test_sink_by_hand() -> None:
     equal(lse.flatten(), doubles(math.log(4), math.log(8)))
 
 
-def test_row_that_sees_only_its_sink() -> None:
+def test_row_that_sees_only_its_sink():
     (q, k, v), sinks = qkv(1, 4, 2, heads_kv=4), normal(4, seed=5).requires_grad_()
     out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     assert not out[:, :2].any()
@@ -246,7 +244,7 @@ def test_row_that_sees_only_its_sink() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"key_lengths": torch.tensor([7, 0])}], ids=str)
-def test_sink_of_minus_infinity_is_none(options: dict[str, Any]) -> None:
+def test_sink_of_minus_infinity_is_none(options):
     inputs, sinks = qkv(2, 9, 7), torch.full((4,), -INFINITY, dtype=torch.float64).requires_grad_()
 
     def results(**more: Any) -> tuple[Tensor, ...]:
@@ -258,7 +256,7 @@ def test_sink_of_minus_infinity_is_none(options: dict[str, Any]) -> None:
     assert not torch.autograd.grad(out.sin().sum(), sinks)[0].any()
 
 
-def test_sink_is_a_key_without_a_value() -> None:
+def test_sink_is_a_key_without_a_value():
     (q, k, v), sinks = qkv(), normal(4, seed=5).requires_grad_()
     nothing = torch.zeros_like(k[:, :1])
 
@@ -275,7 +273,7 @@ def test_sink_is_a_key_without_a_value() -> None:
 
 
 @pytest.mark.parametrize("slopes_shape", [(4,), (4, 4)], ids=["heads", "batch-heads"])
-def test_packed_is_a_loop_of_dense_calls(slopes_shape: tuple[int, ...]) -> None:
+def test_packed_is_a_loop_of_dense_calls(slopes_shape):
     lengths_q, lengths_k = (3, 0, 5, 2), (4, 2, 1, 0)
     q, k, v = (normal(t, h, 8, seed=t).requires_grad_() for t, h in ((11, 4), (8, 2), (8, 2)))  # one row of no sequence
     bias, slopes, sinks = (normal(*s).requires_grad_() for s in ((1, 4, 5, 4), slopes_shape, (4,)))
@@ -304,7 +302,7 @@ def test_packed_is_a_loop_of_dense_calls(slopes_shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("batch, seq_q, seq_k", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
-def test_sizes_of_zero(batch: int, seq_q: int, seq_k: int) -> None:
+def test_sizes_of_zero(batch, seq_q, seq_k):
     inputs, sinks = qkv(batch, seq_q, seq_k), normal(4).requires_grad_()
     shapes = (batch, 4, seq_q, seq_k), (batch, 4)
     bias, slopes = (torch.zeros(shape, dtype=torch.float64).requires_grad_() for shape in shapes)

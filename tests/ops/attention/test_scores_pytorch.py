@@ -98,13 +98,13 @@ def gradient_problem(case: GradientCase) -> tuple[Callable[..., tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradgradcheck(case: GradientCase) -> None:
+def test_gradgradcheck(case):
     function, inputs = gradient_problem(case)
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("wanted", [(3,), (4,), (5,), (0, 3), (1, 4, 5)], ids=str)
-def test_gradgradcheck_of_some_inputs(wanted: tuple[int, ...]) -> None:
+def test_gradgradcheck_of_some_inputs(wanted):
     function, inputs = gradient_problem(GRADIENT_CASES[1])
 
     def of_some(*given: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def test_gradgradcheck_of_some_inputs(wanted: tuple[int, ...]) -> None:
     assert gradgradcheck(of_some, [inputs[index] for index in wanted], fast_mode=True)
 
 
-def test_one_bias_in_two_calls() -> None:
+def test_one_bias_in_two_calls():
     first, second = call_inputs(), call_inputs()
     bias = first["bias"]
     second = {**second, "q": leaf(2, 6, 4, 8, seed=11), "bias": bias}
@@ -126,7 +126,7 @@ def test_one_bias_in_two_calls() -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "bias"])
-def test_change_in_place_between_forward_and_backward_is_noticed(name: str) -> None:
+def test_change_in_place_between_forward_and_backward_is_noticed(name):
     tensors = {name: 1 * tensor for name, tensor in call_inputs().items()}
     loss = loss_of(attend(**tensors))
     tensors[name].add_(1)
@@ -134,7 +134,7 @@ def test_change_in_place_between_forward_and_backward_is_noticed(name: str) -> N
         loss.backward()
 
 
-def test_deterministic_gives_the_same_bits_in_every_run() -> None:
+def test_deterministic_gives_the_same_bits_in_every_run():
     arguments = {"deterministic": True, "softcap": 2.0}
     case = AttentionCase(
         seq_q=70, seq_k=90, bias="11qk", alibi_slopes="h", sinks=True, mask="b11k", arguments=arguments
@@ -146,7 +146,7 @@ def test_deterministic_gives_the_same_bits_in_every_run() -> None:
 # --- dtypes ---------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_come_in_the_dtype_of_the_inputs() -> None:
+def test_gradients_come_in_the_dtype_of_the_inputs():
     tensors = {name: tensor.detach().bfloat16().requires_grad_() for name, tensor in call_inputs().items()}
     grads = gradients(attend, tensors)
     assert {grad.dtype for grad in grads.values()} == {torch.bfloat16}
@@ -156,7 +156,7 @@ def test_gradients_come_in_the_dtype_of_the_inputs() -> None:
     assert {name for name, grad in grads.items() if grad.dtype is torch.float32} == set(LEARNED)
 
 
-def test_opcheck_of_a_narrow_bias() -> None:
+def test_opcheck_of_a_narrow_bias():
     # The operator itself returns it in its dtype, as its fake says; autograd would cast it in silence.
     q, k, v, bias = (call_inputs()[name].detach().bfloat16() for name in ("q", "k", "v", "bias"))
     arguments = (*SideInputs(None, None, 6, 6, bias=bias[None]), *AttentionSpec(0.3), "cpu")
@@ -166,7 +166,7 @@ def test_opcheck_of_a_narrow_bias() -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_backward.default, backward)
 
 
-def test_autocast_takes_biases_of_its_dtype_and_of_float32() -> None:
+def test_autocast_takes_biases_of_its_dtype_and_of_float32():
     tensors = call_inputs()
     by_hand = {name: tensor.bfloat16() if name in "qkv" else tensor for name, tensor in tensors.items()}
     expected = attend(**by_hand)
@@ -183,7 +183,7 @@ def test_autocast_takes_biases_of_its_dtype_and_of_float32() -> None:
 
 
 @pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
-def test_subclasses_beside_q_see_the_operators(name: str) -> None:
+def test_subclasses_beside_q_see_the_operators(name):
     # q, k and v are plain: the tensor beside them is what the dispatcher has to ask.
     seen = []
 
@@ -217,7 +217,7 @@ def test_subclasses_beside_q_see_the_operators(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_one_compilation_serves_all_sizes() -> None:
+def test_one_compilation_serves_all_sizes():
     def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
         return attend(**tensors)
 
@@ -231,7 +231,7 @@ def test_one_compilation_serves_all_sizes() -> None:
 # --- torch.func, checkpointing --------------------------------------------------------------------------------------
 
 
-def test_func_second_order_equals_autograd() -> None:
+def test_func_second_order_equals_autograd():
     tensors = call_inputs(3, torch.float64)
     first = torch.autograd.grad(loss_of(attend(**tensors)), tensors["bias"], create_graph=True)[0]
     (expected,) = torch.autograd.grad(first.square().sum(), tensors["bias"])
@@ -245,7 +245,7 @@ def test_func_second_order_equals_autograd() -> None:
 
 @pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
 @pytest.mark.parametrize("mapped", ["q", "it"])
-def test_vmap_is_refused(name: str, mapped: str) -> None:
+def test_vmap_is_refused(name, mapped):
     tensors = {key: tensor.detach() for key, tensor in call_inputs().items()} | {"mask": torch.ones(6, 6) > 0}
     tensors = {key: tensors[key] for key in ("q", "k", "v", name)}
     over = "q" if mapped == "q" else name
@@ -254,7 +254,7 @@ def test_vmap_is_refused(name: str, mapped: str) -> None:
         torch.func.vmap(lambda one: flashtile.attention(**tensors, **{over: one}))(stacked)
 
 
-def test_vmap_with_softcap_equals_a_loop() -> None:
+def test_vmap_with_softcap_equals_a_loop():
     q, k, v = (call_inputs()[name].detach() for name in "qkv")
     stacked = torch.stack((q, 2 * q, -q))
     function = lambda q: flashtile.attention(q, k, v, softcap=0.5)  # noqa: E731
@@ -279,9 +279,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [(1, 1, 256, 256), (1, 1, 1, 256), (2, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("expanded", [False, True])
-def test_gradient_of_a_shared_bias_makes_nothing_larger(
-    shape: tuple[int, ...], expanded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_of_a_shared_bias_makes_nothing_larger(shape, expanded, monkeypatch):
     # Below the operator, where the mode sees what the backend does. Small tiles, so that they are not the largest.
     monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
     monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
@@ -299,7 +297,7 @@ def test_gradient_of_a_shared_bias_makes_nothing_larger(
     assert 0 < seen.elements <= max(q.numel(), grads.bias.numel())
 
 
-def test_nothing_as_large_as_the_scores_is_saved() -> None:
+def test_nothing_as_large_as_the_scores_is_saved():
     saved = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 Pairs of features on small shapes are in `test_triton`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.testing import AttentionCase, assert_same, check, make_inputs, run, with_arguments
+from flashtile.testing import assert_same, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, parameters
 from support.running.places import places
 
@@ -28,12 +26,12 @@ SHARED = {
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters(SHARED))
-def test_interpreted_gradient_of_a_shared_bias(case: AttentionCase) -> None:
+def test_interpreted_gradient_of_a_shared_bias(case):
     check(case, "triton")
 
 
 @places("interpreted", "gpu")
-def test_tables_of_any_layout(backend: str, device: str) -> None:
+def test_tables_of_any_layout(backend, device):
     """Bias and mask read by columns, from an odd address, and expanded: the same numbers, so the same results."""
     case = replace(BASE, bias="bhqk", mask="bhqk")
     inputs = make_inputs(case, device)
@@ -52,7 +50,7 @@ def test_tables_of_any_layout(backend: str, device: str) -> None:
 
 
 @places("interpreted", "gpu")
-def test_bias_without_columns(backend: str, device: str) -> None:
+def test_bias_without_columns(backend, device):
     """The sequences have no keys, but there are rows past the last: nothing is read of a bias that has no columns."""
     q, k = (torch.randn(rows, 2, 16, device=device, requires_grad=True) for rows in (40, 5))
     bias = torch.empty(1, 2, 33, 0, device=device, requires_grad=True)
@@ -65,7 +63,7 @@ def test_bias_without_columns(backend: str, device: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_interpreted_tables_of_whole_tiles(causal: bool) -> None:
+def test_interpreted_tables_of_whole_tiles(causal):
     """Sizes that all tiles divide: no bounds checks."""
     case = replace(BASE, seq_q=128, seq_k=128, heads=2, heads_kv=1, bias="1hqk", mask="b1qk")
     check(with_arguments(case, causal=causal), "triton")
@@ -96,14 +94,14 @@ FEATURES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("case", parameters(FEATURES))
-def test_kernels_over_many_tiles(case: AttentionCase, head_dim: int, dtype: torch.dtype) -> None:
+def test_kernels_over_many_tiles(case, head_dim, dtype):
     check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", ["1hqk", "b11k", "11qk", "1111", "b1q1", "1h11"])
-def test_gradient_of_a_shared_bias_over_many_tiles(shape: str, dtype: torch.dtype) -> None:
+def test_gradient_of_a_shared_bias_over_many_tiles(shape, dtype):
     case = replace(LARGE, bias=shape, heads=6, heads_kv=2, head_dim=64, head_dim_v=64, dtype=dtype)
     check(with_arguments(case, causal=True), "triton", "cuda")
 
@@ -112,7 +110,7 @@ def test_gradient_of_a_shared_bias_over_many_tiles(shape: str, dtype: torch.dtyp
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("shape", ["1hqk", "bhqk", "1h1k"])
-def test_bias_and_mask_of_whole_tiles(shape: str, head_dim: int, causal: bool) -> None:
+def test_bias_and_mask_of_whole_tiles(shape, head_dim, causal):
     """Where no tile goes past the end of the tables, they are read without a bounds check."""
     case = replace(LARGE, seq_q=512, seq_k=768, batch=3, bias=shape, mask="b1qk", dtype=torch.bfloat16)
     case = replace(case, head_dim=head_dim, head_dim_v=head_dim)
@@ -121,7 +119,7 @@ def test_bias_and_mask_of_whole_tiles(shape: str, head_dim: int, causal: bool) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["bhqk", "11qk", "1h1k", "1111"])
-def test_repeated_runs_give_the_same_bits(shape: str) -> None:
+def test_repeated_runs_give_the_same_bits(shape):
     case = replace(LARGE, bias=shape, alibi_slopes="h", sinks=True, dtype=torch.bfloat16, head_dim=64, head_dim_v=64)
     case = with_arguments(case, softcap=3.0, dropout_p=0.1, deterministic=True)
     inputs = make_inputs(case, "cuda")
@@ -139,7 +137,7 @@ def _strided(table: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.interpreter
 @pytest.mark.unpoisoned
-def test_interpreted_mask_whose_columns_lie_past_two_to_the_31_elements() -> None:
+def test_interpreted_mask_whose_columns_lie_past_two_to_the_31_elements():
     """They lie within a tile. Little of the memory is touched."""
     q, k = (torch.randn(1, rows, 1, 16) for rows in (18, 20))
     mask = torch.rand(1, 1, 18, 20) < 0.6
@@ -150,7 +148,7 @@ def test_interpreted_mask_whose_columns_lie_past_two_to_the_31_elements() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("far", ["batch", "row", "column"])
-def test_bias_and_mask_past_two_to_the_31_elements(far: str) -> None:
+def test_bias_and_mask_past_two_to_the_31_elements(far):
     case = replace(BASE, batch=3, seq_q=128, seq_k=136, bias="b1qk", mask="b1qk", dtype=torch.bfloat16)
     inputs = make_inputs(case, "cuda")
     # The last batch entry, or the last rows or columns, lie past 2³¹ elements.
@@ -165,7 +163,7 @@ def test_bias_and_mask_past_two_to_the_31_elements(far: str) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graph_with_gradients_of_bias_slopes_and_sinks() -> None:
+def test_cuda_graph_with_gradients_of_bias_slopes_and_sinks():
     q, k, v = (torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     bias = torch.randn(4, 200, 200, device="cuda", requires_grad=True)
     slopes, sinks = (torch.rand(4, device="cuda", requires_grad=True) for _ in range(2))
@@ -190,7 +188,7 @@ def test_cuda_graph_with_gradients_of_bias_slopes_and_sinks() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_training_step_with_dynamic_lengths() -> None:
+def test_compiled_training_step_with_dynamic_lengths():
     def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
         return flashtile.attention(2 * q, k, v, bias=bias, sinks=sinks, causal=True).square()
 

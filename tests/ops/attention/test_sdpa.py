@@ -1,7 +1,5 @@
 """`flashtile.scaled_dot_product_attention` beside PyTorch's own, over the arguments that the latter takes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -137,13 +135,13 @@ MASKS = ((7, 9), (1, 9), (7, 1), (1, 1), (3, 7, 9), (3, 1, 9), (2, 1, 7, 9), (2,
 
 
 @pytest.mark.parametrize("call", SHAPES.values(), ids=SHAPES.keys())
-def test_equals_pytorch(call: Call) -> None:
+def test_equals_pytorch(call):
     check(call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", [None, (3, 7, 9)], ids=["plain", "mask"])
-def test_equals_pytorch_in_narrow_dtypes(dtype: torch.dtype, mask: tuple[int, ...] | None) -> None:
+def test_equals_pytorch_in_narrow_dtypes(dtype, mask):
     check(Call((2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 8), enable_gqa=True, dtype=dtype))
     check(Call(mask=mask, dtype=dtype))
     check(Call(mask=mask, mask_dtype=torch.float32, dtype=dtype))
@@ -152,7 +150,7 @@ def test_equals_pytorch_in_narrow_dtypes(dtype: torch.dtype, mask: tuple[int, ..
 
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
-def test_masks_broadcast_and_have_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_masks_broadcast_and_have_gradients(shape, dtype):
     results = check(Call(mask=shape, mask_dtype=dtype))
     assert ("dattn_mask" in results) == (dtype is not torch.bool)
 
@@ -166,17 +164,17 @@ def test_masks_broadcast_and_have_gradients(shape: tuple[int, ...], dtype: torch
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
-def test_masks_of_other_ranks(query: tuple[int, ...], mask: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_masks_of_other_ranks(query, mask, dtype):
     key = (*query[:-2], 9, 8)
     check(Call(query, key, key, mask=mask, mask_dtype=dtype))
 
 
-def test_a_float32_mask_beside_float64() -> None:
+def test_a_float32_mask_beside_float64():
     assert check(Call(mask=(7, 9), mask_dtype=torch.float32))["dattn_mask"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("hidden", [False, float("-inf")], ids=["bool", "float"])
-def test_rows_that_see_nothing_are_zero_as_in_pytorch(hidden: float) -> None:
+def test_rows_that_see_nothing_are_zero_as_in_pytorch(hidden):
     tensors = make_tensors(Call())
     mask = torch.zeros(7, 9, dtype=torch.bool if hidden is False else torch.float64)
     if hidden is False:
@@ -220,11 +218,11 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 @given(calls())
-def test_equals_pytorch_over_its_argument_space(call: Call) -> None:
+def test_equals_pytorch_over_its_argument_space(call):
     check(call)
 
 
-def test_the_signature_is_pytorchs_with_two_more_arguments() -> None:
+def test_the_signature_is_pytorchs_with_two_more_arguments():
     documented = re.search(r"scaled_dot_product_attention\((.*?)\)", pytorch_sdpa.__doc__ or "", re.DOTALL)
     assert documented
     names = re.findall(r"\b(\w+)(?==|,)", documented.group(1).replace("0.0", "x").replace("None", "x"))
@@ -241,7 +239,7 @@ def test_the_signature_is_pytorchs_with_two_more_arguments() -> None:
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("seq_q", [7, 9, 12])
-def test_causal_biases_of_pytorch(make: Any, seq_q: int) -> None:
+def test_causal_biases_of_pytorch(make, seq_q):
     call = Call((2, 3, seq_q, 8))
     tensors = make_tensors(call)
     bias = make(seq_q, 9)
@@ -257,7 +255,7 @@ def test_causal_biases_of_pytorch(make: Any, seq_q: int) -> None:
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_is_applied_and_reproduced_by_the_seed() -> None:
+def test_dropout_is_applied_and_reproduced_by_the_seed():
     query, key = torch.randn(2, 3, 64, 8), torch.randn(2, 3, 64, 8)
     value = torch.eye(64).expand(2, 3, 64, 64)  # the output is the matrix of weights
     weights = sdpa(query, key, value)
@@ -271,7 +269,7 @@ def test_dropout_is_applied_and_reproduced_by_the_seed() -> None:
     assert not torch.equal(dropped, sdpa(query, key, value, dropout_p=0.25))
 
 
-def test_dropping_everything_leaves_zeros_as_in_pytorch() -> None:
+def test_dropping_everything_leaves_zeros_as_in_pytorch():
     tensors = make_tensors(Call())
     results = run(sdpa, Call(), tensors, torch.float64, dropout_p=1.0)
     assert all((value == 0).all() for value in results.values())
@@ -282,7 +280,7 @@ def test_dropping_everything_leaves_zeros_as_in_pytorch() -> None:
 
 
 @pytest.mark.parametrize("mask_dtype", [None, torch.float32, torch.float16, torch.bool], ids=str)
-def test_under_autocast_it_runs_in_that_dtype(mask_dtype: torch.dtype | None) -> None:
+def test_under_autocast_it_runs_in_that_dtype(mask_dtype):
     tensors = make_tensors(Call(dtype=torch.float32, mask=(7, 9) if mask_dtype else None, mask_dtype=mask_dtype))
     tensors["query"] = tensors["query"].half()
     with torch.autocast("cpu", torch.bfloat16):
@@ -296,7 +294,7 @@ def test_under_autocast_it_runs_in_that_dtype(mask_dtype: torch.dtype | None) ->
         assert_close("out", out, pytorch_sdpa(**oracle), pytorch_sdpa(**eager))
 
 
-def test_compiles_whole_with_dynamic_shapes() -> None:
+def test_compiles_whole_with_dynamic_shapes():
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def compiled(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return sdpa(query, key, value, attn_mask=mask, enable_gqa=True)
@@ -311,12 +309,12 @@ def test_compiles_whole_with_dynamic_shapes() -> None:
         assert_same(*results)
 
 
-def test_gives_shapes_of_meta_tensors() -> None:
+def test_gives_shapes_of_meta_tensors():
     out = sdpa(*(torch.empty(2, 3, 7, 8, device="meta") for _ in range(3)), is_causal=True)
     assert out.shape == (2, 3, 7, 8) and out.is_meta
 
 
-def test_keys_of_few_heads_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_few_heads_are_not_copied(monkeypatch):
     seen: list[tuple[int, ...]] = []
     attention = flashtile.attention
 
@@ -370,13 +368,13 @@ ones = torch.ones
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_errors_name_the_argument(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_name_the_argument(change, error, message):
     arguments = {"query": ones(2, 3, 7, 8), "key": ones(2, 3, 9, 8), "value": ones(2, 3, 9, 8), **change}
     with pytest.raises(error, match=re.escape(message)):
         sdpa(**arguments)
 
 
-def test_nested_tensors_are_refused() -> None:
+def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([ones(3, 2, 4), ones(5, 2, 4)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(TypeError, match="pass its values and offsets to"):
         sdpa(nested, nested, nested)
@@ -387,7 +385,7 @@ def test_nested_tensors_are_refused() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("mask", [None, (3, 7, 9)], ids=["plain", "mask"])
-def test_kernels_equal_pytorch(mask: tuple[int, ...] | None) -> None:
+def test_kernels_equal_pytorch(mask):
     check(Call((1, 4, 7, 16), (1, 2, 9, 16), (1, 2, 9, 16), enable_gqa=True, dtype=torch.float32), backend="triton")
     check(Call((1, 3, 7, 16), (1, 3, 9, 16), (1, 3, 9, 16), mask=mask, dtype=torch.float32), backend="triton")
 
@@ -395,7 +393,7 @@ def test_kernels_equal_pytorch(mask: tuple[int, ...] | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["plain", "one key head", "grouped", "causal, more queries", "mask", "no keys"])
-def test_equals_pytorch_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+def test_equals_pytorch_on_a_gpu(name, dtype):
     shape = (2, 3, 90, 64), (2, 3, 130, 64), (2, 3, 130, 64)
     call = {
         "plain": Call(*shape),

@@ -1,7 +1,5 @@
 """Backends are objects in a list: what chooses, runs and explains knows none by name."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path
@@ -45,13 +43,13 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
 
 
 @pytest.fixture
-def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def _made_up(monkeypatch):
     monkeypatch.setitem(select.BACKENDS.by_name, "made_up", Backend("made_up", __name__, unsupported_reason, describe))
     monkeypatch.setitem(sys.modules, __name__, sys.modules[forward.__module__])
 
 
 @pytest.mark.usefixtures("_made_up")
-def test_a_made_up_backend_serves_calls_and_is_explained() -> None:
+def test_a_made_up_backend_serves_calls_and_is_explained():
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
     out = flashtile.attention(q, q.detach(), q.detach(), backend="made_up")
     assert (out == 7).all() and (torch.autograd.grad(out.sum(), q)[0] == 3).all()
@@ -64,7 +62,7 @@ def test_a_made_up_backend_serves_calls_and_is_explained() -> None:
 
 
 @pytest.mark.usefixtures("_made_up")
-def test_a_made_up_backend_is_in_the_doctor_s_table_and_in_the_feature_matrix() -> None:
+def test_a_made_up_backend_is_in_the_doctor_s_table_and_in_the_feature_matrix():
     """Its results are wrong, which the doctor says. Neither program has a list of backends of its own."""
     result = invoke("doctor")
     assert result.exit_code == 0, result.output
@@ -78,7 +76,7 @@ def test_a_made_up_backend_is_in_the_doctor_s_table_and_in_the_feature_matrix() 
 
 
 @pytest.mark.usefixtures("_made_up")
-def test_it_says_what_it_does_not_serve() -> None:
+def test_it_says_what_it_does_not_serve():
     q = torch.randn(1, 8, 2, 4)
     with pytest.raises(ValueError, match="backend: 'made_up' cannot serve this call: it has no soft cap"):
         flashtile.attention(q, q, q, softcap=3.0, backend="made_up")
@@ -86,27 +84,27 @@ def test_it_says_what_it_does_not_serve() -> None:
 
 
 @pytest.mark.usefixtures("_made_up")
-def test_a_backward_that_it_lacks_is_that_of_another() -> None:
+def test_a_backward_that_it_lacks_is_that_of_another():
     q = torch.randn(1, 8, 2, 4, requires_grad=True)
     out = flashtile.attention(q, q, q, causal=True, backend="made_up")
     (dq,) = torch.autograd.grad(out.sum(), q)
     assert (out == 7).all() and not (dq == 3).any()
 
 
-def test_names_are_checked_against_the_list() -> None:
+def test_names_are_checked_against_the_list():
     q = torch.randn(1, 8, 2, 4)
     with pytest.raises(ValueError, match=r"'auto', 'split', 'hopper', 'triton', 'cpu', 'reference', got 'made_up'"):
         flashtile.attention(q, q, q, backend="made_up")
 
 
-def test_a_backward_by_name_that_cannot_even_run_the_forward_raises() -> None:
+def test_a_backward_by_name_that_cannot_even_run_the_forward_raises():
     q = torch.randn(1, 8, 2, 16)
     out, lse = flashtile.attention(q, q, q, return_lse=True)
     with pytest.raises(ValueError, match="backend: 'hopper' cannot serve this call: its kernels are for sm_90"):
         flashtile.attention_backward(out, q, q, q, out, lse, backend="hopper")
 
 
-def test_other_operations_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operations_choose_alike(monkeypatch):
     def never(call: StandardCall) -> str | None:
         return "it is made up" if call.requested == "auto" else None
 

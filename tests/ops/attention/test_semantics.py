@@ -1,7 +1,5 @@
 """What a call means: small examples whose results are known without computing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -66,7 +64,7 @@ PICTURES = [
 
 
 @pytest.mark.parametrize("sizes, options, expected", PICTURES, ids=lambda value: str(value).replace(" ", ""))
-def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected: list[str]) -> None:
+def test_visible_keys(sizes, options, expected):
     if "key_lengths" in options:
         options = {**options, "key_lengths": torch.tensor(options["key_lengths"])}
     weights = weights_of(*sizes, **options)
@@ -79,7 +77,7 @@ def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected:
 # --- scores, scale, lse ---------------------------------------------------------------------------------------------
 
 
-def test_softmax_by_hand() -> None:
+def test_softmax_by_hand():
     q = torch.tensor([2.0, 0.0]).view(1, 1, 1, 2)
     k = torch.tensor([[1.0, 5.0], [0.5, -7.0]]).view(1, 2, 1, 2)
     v = torch.tensor([[1.0], [3.0]]).view(1, 2, 1, 1)
@@ -90,7 +88,7 @@ def test_softmax_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.0, -0.5, 2, 1e-3], ids=str)
-def test_scale(scale: float | None) -> None:
+def test_scale(scale):
     q, k, v = normal(2, 3, 2, 16), normal(2, 5, 2, 16, seed=1), normal(2, 5, 2, 4, seed=2)
     out, lse = flashtile.attention(q, k, v, scale=scale, return_lse=True)
     factor = 0.25 if scale is None else scale
@@ -99,7 +97,7 @@ def test_scale(scale: float | None) -> None:
     assert_same(out, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
 
 
-def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k() -> None:
+def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k():
     q, k, v = (normal(1, 4, 1, 8, seed=seed).requires_grad_() for seed in range(3))
     out, lse = flashtile.attention(q, k, v, scale=0, return_lse=True)
     assert_same(out, v.mean(1, keepdim=True).expand_as(out))
@@ -112,7 +110,7 @@ def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k() -> None:
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-60, -1e-60], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_scale_that_is_0_in_float32_hides_keys_as_others_do(dtype: torch.dtype, scale: float) -> None:
+def test_a_scale_that_is_0_in_float32_hides_keys_as_others_do(dtype, scale):
     q, k, v = (normal(1, 40, 1, 8, dtype=dtype, seed=seed).requires_grad_() for seed in range(3))
     out = flashtile.attention(q, k, v, causal=True, scale=scale)
     gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
@@ -123,7 +121,7 @@ def test_a_scale_that_is_0_in_float32_hides_keys_as_others_do(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_types_and_shapes(dtype: torch.dtype) -> None:
+def test_types_and_shapes(dtype):
     q, k, v = (normal(2, s, h, d).to(dtype) for s, h, d in ((3, 4, 8), (5, 2, 8), (5, 2, 6)))
     out, lse = flashtile.attention(q, k, v, return_lse=True)
     assert (out.dtype, out.shape) == (dtype, (2, 3, 4, 6))
@@ -131,14 +129,14 @@ def test_types_and_shapes(dtype: torch.dtype) -> None:
     assert isinstance(flashtile.attention(q, k, v), Tensor)
 
 
-def test_types_and_shapes_packed() -> None:
+def test_types_and_shapes_packed():
     q, k, v = (normal(7, h, d).float() for h, d in ((4, 8), (2, 8), (2, 6)))
     out, lse = flashtile.attention_varlen(q, k, v, cumulative((3, 4)), return_lse=True)
     assert (out.dtype, out.shape) == (torch.float32, (7, 4, 6))
     assert (lse.dtype, lse.shape) == (torch.float32, (4, 7))
 
 
-def test_gradient_of_lse_is_the_weights() -> None:
+def test_gradient_of_lse_is_the_weights():
     # d lse / d score = weight, so dlse = 1 gives dq = scale * (mean key under the weights).
     q, k, v = (normal(1, 6, 2, 8, seed=seed).requires_grad_() for seed in range(3))
     _, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
@@ -149,7 +147,7 @@ def test_gradient_of_lse_is_the_weights() -> None:
 
 
 @pytest.mark.parametrize("magnitude", [30.0, 1e4, -1e4], ids=str)
-def test_large_scores_do_not_overflow(magnitude: float) -> None:
+def test_large_scores_do_not_overflow(magnitude):
     q, k = torch.full((1, 3, 1, 4), magnitude), torch.ones(1, 5, 1, 4)
     out, lse = flashtile.attention(q, k, torch.ones(1, 5, 1, 2), scale=1.0, return_lse=True)
     assert_same(out, torch.ones_like(out))
@@ -160,7 +158,7 @@ def test_large_scores_do_not_overflow(magnitude: float) -> None:
 
 
 @pytest.mark.parametrize("heads, heads_kv", [(6, 3), (6, 2), (6, 1), (6, 6)], ids=str)
-def test_query_head_reads_its_group(heads: int, heads_kv: int) -> None:
+def test_query_head_reads_its_group(heads, heads_kv):
     q, k = torch.zeros(1, 2, heads, 4), torch.zeros(1, 3, heads_kv, 4)
     v = torch.arange(heads_kv).float().view(1, 1, heads_kv, 1).expand(1, 3, -1, -1)
     out = flashtile.attention(q, k, v)
@@ -169,7 +167,7 @@ def test_query_head_reads_its_group(heads: int, heads_kv: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(1, 1), (1, 512), (512, 1), (3, 80), (512, 512), (130, 257)], ids=str)
-def test_head_sizes(head_dim: int, head_dim_v: int) -> None:
+def test_head_sizes(head_dim, head_dim_v):
     case = AttentionCase(seq_q=9, seq_k=11, batch=1, heads=2, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim_v)
     check(with_arguments(case, causal=True), "cpu")
 
@@ -179,7 +177,7 @@ def test_head_sizes(head_dim: int, head_dim_v: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("rows", [0, 3])
-def test_packed_without_any_row(lengths: tuple[int, ...], rows: int) -> None:
+def test_packed_without_any_row(lengths, rows):
     q, k, v = (normal(rows, 2, 8).requires_grad_() for _ in range(3))
     out, lse = flashtile.attention_varlen(q, k, v, cumulative(lengths), return_lse=True)
     assert out.shape == (rows, 2, 8)
@@ -198,7 +196,7 @@ def packed_inputs(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> lis
     return [normal(total + 1, heads, 8, seed=seed).requires_grad_() for seed, (total, heads) in enumerate(sizes)]
 
 
-def test_equal_lengths_packed_are_a_batch_with_the_same_dropout() -> None:
+def test_equal_lengths_packed_are_a_batch_with_the_same_dropout():
     q, k, v = (normal(3, s, h, 8) for s, h in ((20, 4), (33, 2), (33, 2)))
     options = {"dropout_p": 0.4, "dropout_seed": torch.tensor([7, 8]), "causal": True}
     packed = flashtile.attention_varlen(
@@ -208,14 +206,14 @@ def test_equal_lengths_packed_are_a_batch_with_the_same_dropout() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (5, 5), (100, None), (5, 1000)], ids=str)
-def test_max_seqlen_is_only_a_bound(bounds: tuple[int | None, int | None]) -> None:
+def test_max_seqlen_is_only_a_bound(bounds):
     q, k, v = packed_inputs((3, 5), (3, 5))
     given = {"max_seqlen_q": bounds[0], "max_seqlen_k": bounds[1], "causal": True}
     plain = flashtile.attention_varlen(q, k, v, cumulative((3, 5)), causal=True)
     assert_same(flashtile.attention_varlen(q, k, v, cumulative((3, 5)), **given), plain)
 
 
-def test_rows_of_no_sequence_may_be_anything() -> None:
+def test_rows_of_no_sequence_may_be_anything():
     inputs = packed_inputs((3, 5), (4, 4))
     spoiled = [t.detach().clone() for t in inputs]
     for tensor in spoiled:
@@ -231,7 +229,7 @@ def test_rows_of_no_sequence_may_be_anything() -> None:
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_scales_what_it_keeps() -> None:
+def test_dropout_scales_what_it_keeps():
     q, k = (normal(2, s, 2, 8, seed=s) for s in (20, 24))
     v = torch.eye(24, dtype=torch.float64)[None, :, None].expand(2, -1, 2, -1)
     seed = torch.tensor([3, 4])

@@ -1,8 +1,5 @@
 """Attention of a few queries to many keys: when keys are split, and the kernels that do so against the fp64 oracle."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -38,7 +35,7 @@ _INTERPRETED = [
 
 
 @pytest.fixture
-def splits(request: pytest.FixtureRequest) -> Iterator[None]:
+def splits(request):
     from flashtile.ops.attention.split import launch
     from flashtile.ops.common.split_keys import configs
 
@@ -51,7 +48,7 @@ def splits(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters({name: _SERVED[name] for name in _INTERPRETED}))
 @pytest.mark.parametrize("splits", [3], indirect=True)
-def test_interpreted(case: AttentionCase, splits: None) -> None:
+def test_interpreted(case, splits):
     check(replace(case, seq_q=min(case.seq_q, 5)), "split")
 
 
@@ -68,7 +65,7 @@ def test_interpreted(case: AttentionCase, splits: None) -> None:
     ids=str,
     indirect=["splits"],
 )
-def test_gpu(name: str, dtype: torch.dtype, splits: None) -> None:
+def test_gpu(name, dtype, splits):
     check(replace(_ON_A_GPU[name], dtype=dtype), "split", "cuda")
 
 
@@ -85,12 +82,12 @@ _EVERYTHING = replace(
 )
 @pytest.mark.parametrize("heads", [2, 8, 16])
 @pytest.mark.parametrize("seq_q, head_dim", [(1, 128), (2, 64), (5, 256), (16, 128), (100, 80)])
-def test_gpu_short_queries(seq_q: int, head_dim: int, heads: int, case: AttentionCase) -> None:
+def test_gpu_short_queries(seq_q, head_dim, heads, case):
     check(replace(case, seq_q=seq_q, heads=heads, head_dim=head_dim, head_dim_v=head_dim), "split", "cuda")
 
 
 @pytest.mark.gpu
-def test_gpu_auto_splits_and_gradients_follow() -> None:
+def test_gpu_auto_splits_and_gradients_follow():
     case = replace(_LONG, seq_q=4)
     inputs = make_inputs(case, "cuda")
     assert flashtile.explain(inputs.q, inputs.k, inputs.v).backend == "split"
@@ -100,7 +97,7 @@ def test_gpu_auto_splits_and_gradients_follow() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_runs_and_graph_replays_give_the_same_bits() -> None:
+def test_gpu_runs_and_graph_replays_give_the_same_bits():
     inputs = make_inputs(replace(_LONG, seq_q=3), "cuda")
     q, k, v = inputs.q, inputs.k, inputs.v
     expected = flashtile.attention(q, k, v, backend="split")
@@ -137,11 +134,11 @@ def test_gpu_runs_and_graph_replays_give_the_same_bits() -> None:
     ],
     ids=str,
 )
-def test_when_splitting_pays(sizes: tuple[int, int, int, int, int], splits: bool) -> None:
+def test_when_splitting_pays(sizes, splits):
     assert (no_gain(*sizes, _MULTIPROCESSORS) is None) is splits
 
 
-def test_what_is_served() -> None:
+def test_what_is_served():
     found = {}
     for name, case in PAIRS.items():
         inputs = make_inputs(case)
@@ -162,12 +159,12 @@ def test_what_is_served() -> None:
     ],
     ids=str,
 )
-def test_visible_keys(spec: AttentionSpec, visible: tuple[int, int]) -> None:
+def test_visible_keys(spec, visible):
     assert visible_keys(4, 100, spec) == visible
 
 
 @pytest.mark.skipif("flashtile._backends.devices.triton_missing()", reason="plans launches of Triton")
-def test_strides_of_dimensions_of_one_do_not_count() -> None:
+def test_strides_of_dimensions_of_one_do_not_count():
     """Strides of a batch of one and of a single query may be odd."""
     from flashtile.ops.attention.split.launch import split_call
 
@@ -182,7 +179,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("arch", [arch for arch in devices.KNOWN_DEVICES if arch != "sm_75"])
-def test_explained(arch: str) -> None:
+def test_explained(arch):
     found = flashtile.explain(_meta(1, 1, 32, 128), _meta(1, 8192, 8, 128), _meta(1, 8192, 8, 128), device=arch)
     assert found.backend == "split"
     first, *rest = found.kernels
@@ -191,7 +188,7 @@ def test_explained(arch: str) -> None:
     assert [kernel.backend for kernel in rest] == (["hopper"] if arch == "sm_90" else ["triton", "triton"])
 
 
-def test_why_not() -> None:
+def test_why_not():
     q, k = _meta(1, 1, 32, 128), _meta(1, 8192, 8, 128)
     assert "bias, mask" in flashtile.explain(q, k, k, mask=_meta(1, 8192).bool(), device="sm_90").rejected["split"]
     assert "gains nothing" in flashtile.explain(q, k[:, :100], k[:, :100], device="sm_90").rejected["split"]
@@ -202,7 +199,7 @@ def test_why_not() -> None:
 
 
 @pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")
-def test_prepared_launches_pass_what_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_launches_pass_what_others_pass(monkeypatch):
     from flashtile._backends import launch as backend_launch
     from flashtile.ops.attention.split import launch
     from flashtile.ops.common.split_keys import plan

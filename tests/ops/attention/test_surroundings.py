@@ -1,7 +1,5 @@
 """What counts as read by a Python function, and when that cannot be told."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -66,18 +64,18 @@ def described(function: Callable[..., Any]) -> Surroundings:
         (above(torch.sin), above(torch.cos)),
     ],
 )
-def test_functions_that_differ(first: Callable[..., Any], second: Callable[..., Any]) -> None:
+def test_functions_that_differ(first, second):
     assert described(first).key != described(second).key
 
 
 @pytest.mark.parametrize(
     "make", [lambda: above(2.5), lambda: and_masks(above((1, "a")), above(None)), lambda: functools.partial(of_two, 3)]
 )
-def test_functions_that_are_made_alike(make: Callable[[], Callable[..., Any]]) -> None:
+def test_functions_that_are_made_alike(make):
     assert described(make()).key == described(make()).key
 
 
-def test_tensors_are_those_in_reach() -> None:
+def test_tensors_are_those_in_reach():
     assert [id(tensor) for tensor in described(above([SECOND, of_two])).tensors] == [id(SECOND), id(FIRST)]
     assert described(calls_itself).tensors == described(imports_a_library).tensors == ()
 
@@ -89,11 +87,11 @@ def test_tensors_are_those_in_reach() -> None:
         torch.nn.Linear(1, 1).forward, FIRST.item, imports,
     ],
 )  # fmt: skip
-def test_what_may_change_unseen(function: Callable[..., Any]) -> None:
+def test_what_may_change_unseen(function):
     assert Surroundings.of(function) is None
 
 
-def test_a_variable_without_a_value() -> None:
+def test_a_variable_without_a_value():
     def function() -> Any:
         return later
 

@@ -1,7 +1,5 @@
 """The choice of tiles: pure, total, and within every device's on-chip memory."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import pytest
@@ -51,7 +49,7 @@ def _is_sane(tiles: TileConfig) -> bool:
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
-def test_every_situation_has_tiles_that_fit(kernel: str, device: DeviceFacts) -> None:
+def test_every_situation_has_tiles_that_fit(kernel, device):
     for key in _situations():
         tiles = choose_tiles(kernel, device, key)
         assert _is_sane(tiles), (key, tiles)
@@ -59,7 +57,7 @@ def test_every_situation_has_tiles_that_fit(kernel: str, device: DeviceFacts) ->
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_float32_as_bfloat16_has_tiles_that_fit(kernel: str) -> None:
+def test_float32_as_bfloat16_has_tiles_that_fit(kernel):
     device = KNOWN_DEVICES["sm_90"]
     for key in _situations():
         if key.dtype is torch.float32:
@@ -77,7 +75,7 @@ def test_float32_as_bfloat16_has_tiles_that_fit(kernel: str) -> None:
     banded=st.booleans(),
     length=st.sampled_from(_LENGTHS),
 )
-def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head_dims, banded, length) -> None:
+def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head_dims, banded, length):
     key = TileKey(dtype, *head_dims, banded, length)
     whole = TileKey(dtype, *map(tile_width, head_dims), banded, length)
     assert choose_tiles(kernel, device, key) == choose_tiles(kernel, device, whole)
@@ -85,7 +83,7 @@ def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
-def test_bfloat16_takes_the_tiles_of_float16(kernel: str, device: DeviceFacts) -> None:
+def test_bfloat16_takes_the_tiles_of_float16(kernel, device):
     for key in _situations():
         if key.dtype is torch.float16:
             other = key._replace(dtype=torch.bfloat16)
@@ -93,7 +91,7 @@ def test_bfloat16_takes_the_tiles_of_float16(kernel: str, device: DeviceFacts) -
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel: str) -> None:
+def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel):
     device = KNOWN_DEVICES["sm_75"]
     for key in _situations():
         wide = key._replace(dtype=torch.float32)
@@ -114,13 +112,13 @@ def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel: 
         pytest.param("dkdv", 40, TileConfig(16, 32, 8, 1), id="dkdv_keeps_the_keys"),
     ],
 )
-def test_a_row_shrinks_in_this_order(kernel: str, kib: int, expected: TileConfig) -> None:
+def test_a_row_shrinks_in_this_order(kernel, kib, expected):
     key = TileKey(torch.float16, 128, 128, banded=True, length="long")
     assert choose_tiles(kernel, DeviceFacts("sm_80", kib * 1024), key) == expected
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_less_memory_never_means_larger_tiles(kernel: str) -> None:
+def test_less_memory_never_means_larger_tiles(kernel):
     key = TileKey(torch.bfloat16, 256, 128, banded=False, length="long")
     tiles = [choose_tiles(kernel, DeviceFacts("sm_90", kib * 1024), key) for kib in range(228, 0, -1)]
     for larger, smaller in pairwise(tiles):
@@ -132,7 +130,7 @@ def test_less_memory_never_means_larger_tiles(kernel: str) -> None:
 @pytest.mark.parametrize(
     "head_dim, width", [(1, 16), (16, 16), (17, 32), (64, 64), (80, 128), (128, 128), (129, 256), (512, 512)]
 )
-def test_tile_width(head_dim: int, width: int) -> None:
+def test_tile_width(head_dim, width):
     assert tile_width(head_dim) == width
 
 
@@ -143,20 +141,20 @@ def test_tile_width(head_dim: int, width: int) -> None:
         ("dkdv", (128, 65), True, True), ("dkdv", (129, 64), False, False),
     ],
 )  # fmt: skip
-def test_what_whole_tiles_leave_out(kernel: str, head_dims: tuple[int, int], bounds: bool, masks: bool) -> None:
+def test_what_whole_tiles_leave_out(kernel, head_dims, bounds, masks):
     key = TileKey(torch.float16, *head_dims, banded=False, length="long")
     assert drops_bounds(kernel, key) is bounds
     assert drops_masks(key) is masks
 
 
-def test_tiles_divide_those_of_the_block_mask() -> None:
+def test_tiles_divide_those_of_the_block_mask():
     key = TileKey(torch.bfloat16, 64, 64, banded=False, length="long", block_tile=(48, 96))
     tiles = choose_tiles("forward", KNOWN_DEVICES["sm_90"], key)
     assert (tiles.block_m, tiles.block_n) == (16, 32)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq"])
-def test_a_bias_in_flight_takes_a_stage(kernel: str) -> None:
+def test_a_bias_in_flight_takes_a_stage(kernel):
     """Two tiles of 128 × 64 float32 and of a mask need 80 KiB beside those of k and v."""
     key = TileKey(torch.bfloat16, 128, 128, banded=False, length="long", table_bytes=2)
     assert choose_tiles(kernel, KNOWN_DEVICES["sm_90"], key).num_stages == 3

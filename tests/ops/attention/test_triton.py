@@ -4,8 +4,6 @@ Every feature alone and every pair of features, forward and backward, with odd s
 interpreter a case has four features.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +25,7 @@ from support.running.places import places
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_interpreted_kernels_agree_with_the_oracle(case: AttentionCase) -> None:
+def test_interpreted_kernels_agree_with_the_oracle(case):
     check(case, "triton")
 
 
@@ -49,9 +47,7 @@ _SHORT = combined(*(name for name, case in PAIRS.items() if not _short(case)))
 @pytest.mark.parametrize(
     "case", parameters({name: case for name, case in _SHORT.items() if _short(case)} | _SHARED_BY_SHORT)
 )
-def test_interpreted_kernel_of_short_sequences(
-    case: AttentionCase, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_kernel_of_short_sequences(case, programs, monkeypatch):
     """One kernel computes all gradients; in 16 bits, so that there is one. With few programs each goes through several
     heads or sequences."""
     kernel_for = triton_plan.kernel_for
@@ -70,9 +66,7 @@ def test_interpreted_kernel_of_short_sequences(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_interpreted_kernels_take_lengths_beyond_the_keys_for_all_keys(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_kernels_take_lengths_beyond_the_keys_for_all_keys(packed, monkeypatch):
     """On a GPU nobody reads the lengths before the kernels do."""
     monkeypatch.setattr(checks, "check_values", lambda *_: None)
     case = with_arguments(PAIRS["packed"] if packed else BASE, causal=True)
@@ -93,9 +87,7 @@ _GROUPED_BY_HEADS = {
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters(_GROUPED_BY_HEADS))
-def test_interpreted_kernels_with_the_heads_that_share_keys_divided(
-    case: AttentionCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_kernels_with_the_heads_that_share_keys_divided(case, monkeypatch):
     """As where there are too few key tiles for all multiprocessors: two shares of two heads each."""
     monkeypatch.setattr(triton_plan, "choose_shares", lambda group, *_: group // 2)
     clear_plans()
@@ -105,7 +97,7 @@ def test_interpreted_kernels_with_the_heads_that_share_keys_divided(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(_GROUPED))
-def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_the_heads_that_share_keys_divided(case, monkeypatch):
     monkeypatch.setattr(triton_plan, "choose_shares", lambda group, *_: group)
     clear_plans()
     check(replace(case, dtype=torch.bfloat16), "triton", "cuda")
@@ -114,13 +106,13 @@ def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, mon
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.bfloat16, torch.float32, torch.float16]), ids=str)
-def test_kernels_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
+def test_kernels_agree_with_the_oracle(name, dtype):
     check(replace(COMBINED[name], dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(EDGES))
-def test_kernels_at_the_edges(case: AttentionCase) -> None:
+def test_kernels_at_the_edges(case):
     check(case, "triton", "cuda")
 
 
@@ -133,7 +125,7 @@ _ARGUMENTS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (200, 30)},
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths, arguments", turns(_WIDTHS, _ARGUMENTS, 2), ids=str)
-def test_kernels_over_many_tiles(widths: tuple[int, int], arguments: dict[str, Any]) -> None:
+def test_kernels_over_many_tiles(widths, arguments):
     head_dim, head_dim_v = widths
     check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "triton", "cuda")
 
@@ -142,20 +134,20 @@ def test_kernels_over_many_tiles(widths: tuple[int, int], arguments: dict[str, A
 @pytest.mark.parametrize(
     "head_dim, feature", turns([32, 80, 128, 129, 256, 272, 512], ["plain", "mask", "bias shared"], 2)
 )
-def test_kernels_over_one_tile(head_dim: int, feature: str) -> None:
+def test_kernels_over_one_tile(head_dim, feature):
     few = replace(PAIRS[feature], seq_q=36, seq_k=20, head_dim=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16)
     check(few, "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_float32_kernels_over_many_tiles(head_dim: int) -> None:
+def test_float32_kernels_over_many_tiles(head_dim):
     case = replace(_LARGE, dtype=torch.float32, head_dim=head_dim, head_dim_v=head_dim, seq_q=200, seq_k=300, batch=1)
     check(with_arguments(case, causal=True), "triton", "cuda")
 
 
 @places("interpreted", "gpu")
-def test_float32_kernels_pass_on_nan_and_infinity(backend: str, device: str) -> None:
+def test_float32_kernels_pass_on_nan_and_infinity(backend, device):
     q, k, v = (torch.randn(1, 70, 5, 32, device=device) for _ in range(3))
     q[0, 40, 0, 3] = k[0, 7, 1, 5] = v[0, 9, 2, 1] = torch.inf
     k[0, 8, 3, 5] = v[0, 11, 4, 0] = torch.nan
@@ -166,7 +158,7 @@ def test_float32_kernels_pass_on_nan_and_infinity(backend: str, device: str) -> 
 
 
 @pytest.mark.gpu
-def test_thirty_runs_give_the_same_bits() -> None:
+def test_thirty_runs_give_the_same_bits():
     case = with_arguments(replace(_LARGE, heads_kv=2), causal=True, dropout_p=0.1, deterministic=True)
     inputs = make_inputs(case, "cuda")
     first = run(case, inputs, "triton")
@@ -177,7 +169,7 @@ def test_thirty_runs_give_the_same_bits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_strided_and_expanded_inputs(device: str) -> None:
+def test_strided_and_expanded_inputs(device):
     storage = torch.randn(2, 3, 70, 3, 8, 96, device=device, dtype=torch.bfloat16)
     q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide
     k = k[..., 16:80].transpose(1, 2).contiguous().transpose(1, 2)
@@ -188,7 +180,7 @@ def test_strided_and_expanded_inputs(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_past_two_to_the_31_elements() -> None:
+def test_tensors_past_two_to_the_31_elements():
     """The last batch entry lies past 2**31 elements; a row stride past 2**23 needs 64-bit rows too."""
     batch, seq, heads, head_dim = 3, 128, 2, 64
     stride = 2**31 // 2 + 4096
@@ -211,7 +203,7 @@ def test_tensors_past_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay() -> None:
+def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay():
     q, k, v = (torch.randn(2, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     def step() -> tuple[torch.Tensor, ...]:
@@ -234,7 +226,7 @@ def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay() -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton"])
-def test_dropout_mask_is_the_cpus(backend: str) -> None:
+def test_dropout_mask_is_the_cpus(backend):
     """With v = identity the output shows which weights were kept."""
     seed = torch.tensor([77, 3])
     q, k = (torch.randn(2, 48, 3, 64) for _ in range(2))
@@ -246,7 +238,7 @@ def test_dropout_mask_is_the_cpus(backend: str) -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_training_step_with_dynamic_lengths() -> None:
+def test_compiled_training_step_with_dynamic_lengths():
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flashtile.attention(q * 2, k, v, causal=True).square()
 
@@ -262,7 +254,7 @@ def test_compiled_training_step_with_dynamic_lengths() -> None:
 
 
 @pytest.mark.gpu
-def test_autocast_and_checkpointing_with_dropout() -> None:
+def test_autocast_and_checkpointing_with_dropout():
     q, k, v = (torch.randn(2, 100, 2, 64, device="cuda", requires_grad=True) for _ in range(3))
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -283,14 +275,14 @@ def test_autocast_and_checkpointing_with_dropout() -> None:
 
 
 @pytest.mark.multi_gpu
-def test_inputs_on_a_device_that_is_not_current() -> None:
+def test_inputs_on_a_device_that_is_not_current():
     inputs = make_inputs(with_arguments(_LARGE, causal=True), "cuda:1")
     with torch.cuda.device(0):
         check(with_arguments(_LARGE, causal=True), "triton", "cuda:1", inputs=inputs)
 
 
 @places("interpreted", "gpu")
-def test_side_inputs_of_any_layout(backend: str, device: str) -> None:
+def test_side_inputs_of_any_layout(backend, device):
     case = replace(BASE, lengths_q=(5, 0, 37), lengths_k=(33, 9, 20), key_lengths=(9, 9, 9))
     inputs = make_inputs(with_arguments(case, dropout_p=0.2), device)
     expected = run(with_arguments(case, dropout_p=0.2), inputs, backend)
@@ -305,9 +297,7 @@ def test_side_inputs_of_any_layout(backend: str, device: str) -> None:
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("splits", [False, True])
-def test_lengths_past_32_bits_show_all_keys(
-    splits: bool, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_past_32_bits_show_all_keys(splits, backend, device, monkeypatch):
     """In 32 bits the first would be 0, and the second negative. On a GPU nobody asks for them before the kernels do."""
     monkeypatch.setattr(checks, "check_values", lambda *_: None)
     backend = "split" if splits else backend
@@ -323,7 +313,7 @@ def test_lengths_past_32_bits_show_all_keys(
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("scale", [0.0, -0.5], ids=str)
-def test_scale_of_expanded_queries(scale: float, backend: str, device: str) -> None:
+def test_scale_of_expanded_queries(scale, backend, device):
     """PyTorch's copies of them, in a batch of one and with an odd stride, have heads innermost."""
     q = torch.randn(50, device=device).as_strided((1, 20, 2, 8), (1, 0, 0, 1)).requires_grad_()
     k, v = torch.randn(2, 1, 20, 2, 8, device=device)

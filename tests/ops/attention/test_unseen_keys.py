@@ -1,7 +1,5 @@
 """Keys that the band of a dense call hides from every query: what they hold has no effect, on any backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -75,12 +73,12 @@ def check(name: str, backend: str, device: str = "cpu", dtype: torch.dtype = tor
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("name", CASES)
-def test_cpu(name: str, backend: str) -> None:
+def test_cpu(name, backend):
     check(name, backend)
 
 
 @pytest.mark.parametrize("name", ["top_left", "left"])
-def test_cpu_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tiles(name, monkeypatch):
     from flashtile.ops.attention import cpu
 
     monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, ""))
@@ -89,13 +87,13 @@ def test_cpu_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", _PORTABLE)
-def test_interpreted(name: str) -> None:
+def test_interpreted(name):
     check(name, "triton")
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["top_left", "left", "alibi"])
-def test_interpreted_splits(name: str) -> None:
+def test_interpreted_splits(name):
     check(name, "split")
 
 
@@ -103,13 +101,13 @@ def test_interpreted_splits(name: str) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("backend", ["auto", "triton", "split"])
 @pytest.mark.parametrize("name", ["top_left", "left", "alibi", "key_lengths"])
-def test_gpu(name: str, backend: str, width: int) -> None:
+def test_gpu(name, backend, width):
     check(name, backend, "cuda", torch.bfloat16, width)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["both_sides", "alibi_left", "tables", "dropout", "score_mod", "sinks"])
-def test_gpu_features(name: str) -> None:
+def test_gpu_features(name):
     check(name, "auto", "cuda", torch.bfloat16, 64)
 
 
@@ -120,14 +118,14 @@ def test_gpu_features(name: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("name", ["top_left", "left", "alibi"])
-def test_hopper(name: str, width: int, dtype: torch.dtype) -> None:
+def test_hopper(name, width, dtype):
     """float32 has Hopper kernels for wider heads and no ALiBi."""
     check(name, "auto" if name == "alibi" and dtype is torch.float32 else "hopper", "cuda", dtype, width)
 
 
 @pytest.mark.parametrize("top_left", [False, True])
 @pytest.mark.parametrize("seq_q, seq_k", [(4, 9), (9, 4), (5, 5)])
-def test_the_call_over_seen_keys_sees_the_same(seq_q: int, seq_k: int, top_left: bool) -> None:
+def test_the_call_over_seen_keys_sees_the_same(seq_q, seq_k, top_left):
     from flashtile.ops.attention.reference import visible_keys as pairs
 
     q, k = torch.zeros(1, seq_q, 2, 8), torch.zeros(1, seq_k, 1, 8)

@@ -1,7 +1,5 @@
 """The backends of the cross-entropy against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,18 +12,18 @@ from support.running.places import places
 
 
 @each_case("case", CASES.values())
-def test_the_cpu_agrees_with_the_oracle(case: CrossEntropyCase) -> None:
+def test_the_cpu_agrees_with_the_oracle(case):
     check(case, "cpu")
 
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_kernels_agree_with_the_oracle(case: CrossEntropyCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case, backend, device):
     check(case, backend, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_cpu_dtypes(dtype: torch.dtype) -> None:
+def test_cpu_dtypes(dtype):
     case = CrossEntropyCase((4, 50257), dtype, label_smoothing=0.1, lse_square_scale=0.01)
     check(case, "cpu")
     check(replace(case, inplace_backward=True, reduction="none"), "cpu")
@@ -35,7 +33,7 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "padded", "offset"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [7, 1000, 4096, 32000, 50257, 50304, 128256, 256000])
-def test_gpu_over_many_rows(width: int, dtype: torch.dtype, layout: str) -> None:
+def test_gpu_over_many_rows(width, dtype, layout):
     case = CrossEntropyCase((3, 71, width), dtype, layout=layout, lse_square_scale=1e-4)
     check(case, "triton", "cuda")
     check(replace(case, label_smoothing=0.1, reduction="none", label_dtype=torch.int32), "triton", "cuda")
@@ -44,7 +42,7 @@ def test_gpu_over_many_rows(width: int, dtype: torch.dtype, layout: str) -> None
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_pass_2_to_the_31() -> None:
+def test_gpu_offsets_pass_2_to_the_31():
     rows, columns = 2**31 // 50257 + 3, 50257
     logits = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
     logits[-2:] = torch.randn(2, columns, device="cuda").bfloat16()
@@ -62,7 +60,7 @@ def test_gpu_offsets_pass_2_to_the_31() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_means_are_the_same_in_every_run() -> None:
+def test_gpu_means_are_the_same_in_every_run():
     logits = torch.randn(9001, 1000, device="cuda")
     labels = torch.randint(1000, (9001,), device="cuda")
     losses = [flashtile.cross_entropy(logits, labels, label_smoothing=0.1) for _ in range(3)]
@@ -70,7 +68,7 @@ def test_gpu_means_are_the_same_in_every_run() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_does_not_synchronise() -> None:
+def test_gpu_does_not_synchronise():
     logits = torch.randn(64, 1000, device="cuda", requires_grad=True)
     labels = torch.randint(1000, (64,), device="cuda")
     flashtile.cross_entropy(logits, labels).backward()

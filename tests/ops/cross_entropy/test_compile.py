@@ -1,7 +1,5 @@
 """The cross-entropy kernels compiled ahead of time for every architecture, none of which need be present."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any, NamedTuple
@@ -99,7 +97,7 @@ _MATRIX = _matrix()
 
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
-def test_rows_of_any_width_are_read_in_whole_vectors(arch: str, kernel: str, name: str) -> None:
+def test_rows_of_any_width_are_read_in_whole_vectors(arch, kernel, name):
     source, memory = _source(arch, kernel, name), _MATRIX[arch, kernel, name]
     call = _CALLS[name]
     if arch == "sm_90" and not call.weighted and not call.softcap:  # class weights begin elsewhere, and tanh divides
@@ -122,7 +120,7 @@ def _check_vectors(binary: Binary, shared_memory: int, kernel: str, of_rows: int
         assert "STG.E.128" in code, "tiles inside of a row are written so, too"
 
 
-def test_gradients_at_another_distance_from_a_vector() -> None:
+def test_gradients_at_another_distance_from_a_vector():
     """Rows whose gradient cannot lie as they do are read and written in narrower vectors."""
     for misalignment, vector in ((0, 8), (2, 1), (4, 2), (8, 4)):
         plan = backward_plan(_HOPPER, Call(misalignment=misalignment))
@@ -132,7 +130,7 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("label_dtype", [torch.int32, torch.int64], ids=str)
-def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
+def test_reduction_compiles(label_dtype, mean):
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
     call = Call(label_dtype=label_dtype, weighted=mean == (label_dtype is torch.int64))
     plan = _planned(kernels._forward_pipeline, _HOPPER, call.inputs(), 0, False, spec).plans["reduce"]
@@ -140,7 +138,7 @@ def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
-def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
+def test_multiplication_is_in_whole_vectors(dtype):
     plan = _planned(kernels._multiply_pipeline, _HOPPER, dtype, 2**20).plans["multiply"]
     check_code(plan.source, "sm_90", _check_moves)
 
@@ -151,7 +149,7 @@ def _check_moves(binary: Binary) -> None:
 
 
 @pytest.mark.parametrize("plan", _PLANS.values(), ids=_PLANS)
-def test_other_rows_and_strides_need_no_other_binary(plan: Any) -> None:
+def test_other_rows_and_strides_need_no_other_binary(plan):
     expected = plan(_HOPPER, Call()).source
     assert plan(_HOPPER, Call(rows=77)).source == expected
     assert plan(_HOPPER, Call(padding=5)).source == expected
@@ -161,14 +159,14 @@ def test_other_rows_and_strides_need_no_other_binary(plan: Any) -> None:
 @pytest.mark.parametrize(
     "width, rows, programs", [(50257, 3, 39), (4089, 7, 7), (4090, 7, 14), (10, 5, 5), (10, 0, 0), (1, 1, 1)]
 )
-def test_programs(width: int, rows: int, programs: int) -> None:
+def test_programs(width, rows, programs):
     """Tiles of the backward: one more where a row may begin inside of a vector."""
     assert backward_plan(_HOPPER, Call(width, rows=rows)).programs == programs
     assert forward_plan(_HOPPER, Call(width, rows=rows)).programs == rows
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 17, 1000, 1024, 4096, 4097, 50257, 2**30])
-def test_cuts_are_sound(width: int) -> None:
+def test_cuts_are_sound(width):
     for device, itemsize, aligned in itertools.product(devices.KNOWN_DEVICES.values(), (2, 4), (False, True)):
         vector = 16 // itemsize if aligned else 1
         config = kernels.tile_config(width, itemsize, vector, device)

@@ -1,9 +1,6 @@
 """Bad input: an error names argument, expectation, what came and the remedy."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -63,18 +60,18 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"backend": "triton", "logits": _LOGITS.double()}, ValueError, "backend: 'triton' cannot serve this call"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_input(changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         flashtile.cross_entropy(**{"logits": _LOGITS, "labels": _LABELS, **changes})
 
 
 @each_case("logits", [_LOGITS[:1].expand(2, 3, 5), torch.randn(2, 4, 5)[:, :3], torch.randn(2, 5, 3).transpose(1, 2)])
-def test_inplace_backward_needs_rows_of_its_own(logits: torch.Tensor) -> None:
+def test_inplace_backward_needs_rows_of_its_own(logits):
     with pytest.raises(ValueError, match="inplace_backward: expected logits whose rows lie at one distance"):
         flashtile.cross_entropy(logits, _LABELS, inplace_backward=True)
 
 
-def test_labels_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_checked_on_request(monkeypatch):
     labels = torch.tensor([[0, 5, -100], [-1, 1, 2]])
     assert flashtile.cross_entropy(_LOGITS, labels, reduction="none").isnan().sum() == 2
     monkeypatch.setattr(checks, "CHECK_VALUES", True)

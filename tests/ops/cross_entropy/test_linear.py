@@ -1,7 +1,5 @@
 """The last linear layer with its cross-entropy, in chunks: against the fp64 oracle, and how it meets PyTorch."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,13 +108,13 @@ def parameters(cases: dict[str, LinearCase]) -> list:
 
 
 @pytest.mark.parametrize("case", parameters(CASES | BF16_CASES))
-def test_cpu(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu(case, monkeypatch):
     check(case, "cpu", monkeypatch)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", parameters(CASES))
-def test_interpreted(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted(case, monkeypatch):
     check(case, "triton", monkeypatch)
 
 
@@ -125,20 +123,20 @@ _LARGE = LinearCase((4000,), 512, 50257, 1024)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(CASES | BF16_CASES))
-def test_gpu(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu(case, monkeypatch):
     check(case, "triton", monkeypatch, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_gpu_large(dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_large(dtype, reduction, monkeypatch):
     check(replace(_LARGE, dtype=dtype, reduction=reduction), "triton", monkeypatch, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.unpoisoned
-def test_gpu_memory() -> None:
+def test_gpu_memory():
     """Above operands and gradients: one chunk of logits, of at most 2³⁰ bytes, and little else."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     x = torch.randn(16384, 4096, **options).requires_grad_()
@@ -152,7 +150,7 @@ def test_gpu_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_does_not_synchronise() -> None:
+def test_gpu_does_not_synchronise():
     (x, weight, bias), labels = make_operands(_LARGE, torch.float32, "cuda")
     flashtile.linear_cross_entropy(x, weight, labels, bias).backward()
     torch.cuda.set_sync_debug_mode("error")
@@ -174,7 +172,7 @@ def small(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("reduction", _REDUCTIONS)
-def test_gradients(reduction: str, backend: str) -> None:
+def test_gradients(reduction, backend):
     operands, labels = small()
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.2}
     options |= {"softcap": 2.0, "class_weights": torch.tensor([0.5, 1, 2, 0, 0.25, 3], dtype=torch.float64)}
@@ -186,7 +184,7 @@ def test_gradients(reduction: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
-def test_only_what_is_asked_for(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_asked_for(wanted, monkeypatch):
     operands, labels = small()
     expected = torch.autograd.grad(flashtile.linear_cross_entropy(*operands[:2], labels, operands[2]), operands)
     made: list[Any] = []
@@ -203,7 +201,7 @@ def test_only_what_is_asked_for(wanted: tuple[int, ...], monkeypatch: pytest.Mon
 
 
 @each_case("reduction", _REDUCTIONS)
-def test_gradients_of_operands_made_from_one_another(reduction: str) -> None:
+def test_gradients_of_operands_made_from_one_another(reduction):
     """Under create_graph too each gradient counts once: of an embedding that is the last layer's weight too, of x."""
     operands, labels = small()
     embedding = operands[1].detach().requires_grad_()
@@ -220,7 +218,7 @@ def test_gradients_of_operands_made_from_one_another(reduction: str) -> None:
     assert_same(ours, plain)
 
 
-def test_a_second_backward_is_right_too() -> None:
+def test_a_second_backward_is_right_too():
     operands, labels = small()
     loss = flashtile.linear_cross_entropy(operands[0], operands[1], labels, operands[2])
     first = torch.autograd.grad(loss, operands, torch.tensor(2.0, dtype=torch.float64), retain_graph=True)
@@ -229,7 +227,7 @@ def test_a_second_backward_is_right_too() -> None:
 
 
 @each_case("dtype", [torch.float32, torch.float16])
-def test_nothing_counts(dtype: torch.dtype) -> None:
+def test_nothing_counts(dtype):
     operands, labels = small(dtype)
     ignored = torch.full_like(labels, -100)
     loss = flashtile.linear_cross_entropy(operands[0], operands[1], ignored, operands[2])
@@ -238,7 +236,7 @@ def test_nothing_counts(dtype: torch.dtype) -> None:
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, operands))
 
 
-def test_gradients_are_given_away() -> None:
+def test_gradients_are_given_away():
     """Where nothing else holds them, those that the forward made become those of the leaves, not copies of them."""
     operands, labels = small(torch.float32)
     loss = flashtile.linear_cross_entropy(operands[0], operands[1], labels, operands[2])
@@ -248,7 +246,7 @@ def test_gradients_are_given_away() -> None:
     assert [t.grad.data_ptr() for t in operands if t.grad is not None] == made
 
 
-def test_strided_operands() -> None:
+def test_strided_operands():
     (x, weight, bias), labels = small()
     strided = torch.stack((x, x))[:, :, None].expand(2, 5, 2, 3), weight.t().contiguous().t(), bias
     labels = labels[:, None].expand(2, 5, 2)
@@ -260,7 +258,7 @@ def test_strided_operands() -> None:
 
 @each_case("backend", ["cpu", "reference"])
 @each_case("reduction", _REDUCTIONS)
-def test_ignored_rows_have_no_effect(reduction: str, backend: str) -> None:
+def test_ignored_rows_have_no_effect(reduction, backend):
     """Be they NaN, also in second derivatives and under transforms."""
     (x, weight, bias), labels = small()
     labels[1] = -100
@@ -282,7 +280,7 @@ def test_ignored_rows_have_no_effect(reduction: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", _REDUCTIONS)
-def test_opcheck(reduction: str) -> None:
+def test_opcheck(reduction):
     (x, weight, bias), labels = small()
     spec = (0.1, 0.7, 0.01, -100, reduction, True, 0, 6, "", 2.5)
     wanted = (True, False, True)
@@ -302,7 +300,7 @@ def test_opcheck(reduction: str) -> None:
 @pytest.mark.parametrize(
     "reduction, dtype", [("mean", torch.float32), ("mean", torch.float16), ("none", torch.float32)], ids=str
 )
-def test_compiled_equals_eager(reduction: str, dtype: torch.dtype) -> None:
+def test_compiled_equals_eager(reduction, dtype):
     torch._dynamo.reset()
 
     def function(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
@@ -321,7 +319,7 @@ def test_compiled_equals_eager(reduction: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
 
 
-def test_autocast() -> None:
+def test_autocast():
     (x, weight, bias), labels = small(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = flashtile.linear_cross_entropy(x, weight, labels, bias)
@@ -331,7 +329,7 @@ def test_autocast() -> None:
     assert all(map(torch.equal, *grads))
 
 
-def test_transforms() -> None:
+def test_transforms():
     (x, weight, bias), labels = small()
     call = lambda x: flashtile.linear_cross_entropy(x, weight.detach(), labels, bias.detach())  # noqa: E731
     assert_same(torch.func.grad(call)(x.detach()), torch.autograd.grad(call(x), x)[0])
@@ -341,7 +339,7 @@ def test_transforms() -> None:
 
 @each_case("device", ["cuda", "cpu"])
 @each_case("rows", [1, 100, 4096, 16384, 16385, 100000])
-def test_chunks(rows: int, device: str) -> None:
+def test_chunks(rows, device):
     for columns in (64, 50304, 128256, 2**30):
         step = linear.chunk_rows(rows, columns, 2, device)
         assert step >= 1 and (step == 1 or step * columns * 2 <= linear.CHUNK_BYTES[device])
@@ -369,6 +367,6 @@ _X, _WEIGHT, _LABELS = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3
         ({"backend": "x"}, ValueError, "backend: expected one of"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_input(changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         flashtile.linear_cross_entropy(**{"x": _X, "weight": _WEIGHT, "labels": _LABELS, **changes})

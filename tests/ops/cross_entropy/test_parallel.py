@@ -1,7 +1,5 @@
 """The vocabulary spread over processes: what they get together is what one process gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,21 +18,21 @@ def _two_processes(folder: Path, backend: str, device: str) -> None:
     mp.start_processes(run_process, (2, str(folder / "store"), backend, device), nprocs=2, start_method="forkserver")
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path):
     _two_processes(tmp_path, "cpu", "cpu")
 
 
 @pytest.mark.interpreter
-def test_two_processes_interpreted(tmp_path: Path) -> None:
+def test_two_processes_interpreted(tmp_path):
     _two_processes(tmp_path, "triton", "cpu")
 
 
 @pytest.mark.multi_gpu
-def test_two_gpus(tmp_path: Path) -> None:
+def test_two_gpus(tmp_path):
     _two_processes(tmp_path, "triton", "cuda")
 
 
-def test_a_group_of_one(tmp_path: Path) -> None:
+def test_a_group_of_one(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         check(0, 1, {"label_smoothing": 0.1}, "cpu", "cpu")

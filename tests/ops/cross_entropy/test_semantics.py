@@ -1,7 +1,5 @@
 """What the cross-entropy means: against PyTorch's own, on the reference and on the CPU; and how it meets PyTorch."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -30,7 +28,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @both_backends
 @each_case("reduction", ["none", "mean", "sum"])
 @each_case("smoothing", [0.0, 0.125])
-def test_is_that_of_pytorch(smoothing: float, reduction: str, backend: str) -> None:
+def test_is_that_of_pytorch(smoothing, reduction, backend):
     logits, labels = normal(2, 5, 6).requires_grad_(), torch.stack((_LABELS, _LABELS.flip(0)))
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
     loss = flashtile.cross_entropy(logits, labels, backend=backend, **options)
@@ -45,7 +43,7 @@ def test_is_that_of_pytorch(smoothing: float, reduction: str, backend: str) -> N
 @both_backends
 @each_case("reduction", ["none", "mean", "sum"])
 @each_case("smoothing", [0.0, 0.125])
-def test_class_weights_and_soft_cap_are_those_of_pytorch(smoothing: float, reduction: str, backend: str) -> None:
+def test_class_weights_and_soft_cap_are_those_of_pytorch(smoothing, reduction, backend):
     logits, weights = (3 * normal(5, 6)).requires_grad_(), torch.tensor([0.5, 1.0, 2.0, 0.0, 0.25, 3.0]).double()
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
     for cap in (None, 2.5):
@@ -60,7 +58,7 @@ def test_class_weights_and_soft_cap_are_those_of_pytorch(smoothing: float, reduc
 
 
 @both_backends
-def test_labels_whose_classes_weigh_nothing_have_no_mean(backend: str) -> None:
+def test_labels_whose_classes_weigh_nothing_have_no_mean(backend):
     weights = torch.tensor([1.0, 0.0])
     options: dict[str, Any] = {"class_weights": weights, "backend": backend}
     assert flashtile.cross_entropy(torch.zeros(2, 2), torch.tensor([1, 1]), **options).isnan()
@@ -69,7 +67,7 @@ def test_labels_whose_classes_weigh_nothing_have_no_mean(backend: str) -> None:
 
 
 @both_backends
-def test_scale_and_z_loss(backend: str) -> None:
+def test_scale_and_z_loss(backend):
     logits = normal(5, 6)
     options: dict[str, Any] = {"logit_scale": 0.3, "reduction": "none", "backend": backend}
     plain = flashtile.cross_entropy(logits, _LABELS, **options)
@@ -83,7 +81,7 @@ def test_scale_and_z_loss(backend: str) -> None:
 
 
 @both_backends
-def test_the_z_loss_apart_has_no_gradient(backend: str) -> None:
+def test_the_z_loss_apart_has_no_gradient(backend):
     logits = normal(5, 6).requires_grad_()
     loss, z_loss = flashtile.cross_entropy(logits, _LABELS, lse_square_scale=0.2, return_z_loss=True, backend=backend)
     assert loss.requires_grad and not z_loss.requires_grad
@@ -178,24 +176,24 @@ every_check = pytest.mark.parametrize("check", CHECKS)
 
 @both_backends
 @every_check
-def test_edges(check: Any, backend: str) -> None:
+def test_edges(check, backend):
     check(backend)
 
 
 @pytest.mark.interpreter
 @every_check
-def test_edges_interpreted(check: Any) -> None:
+def test_edges_interpreted(check):
     check("triton")
 
 
 @pytest.mark.gpu
 @every_check
-def test_edges_gpu(check: Any) -> None:
+def test_edges_gpu(check):
     check("triton", "cuda")
 
 
 @given(st.data())
-def test_adding_a_constant_changes_nothing(data: st.DataObject) -> None:
+def test_adding_a_constant_changes_nothing(data):
     """Without z-loss, the loss depends on differences of logits alone, and the gradient of a row sums to 0."""
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     logits = normal(rows, columns, seed=data.draw(st.integers(0, 99)))
@@ -220,7 +218,7 @@ def test_adding_a_constant_changes_nothing(data: st.DataObject) -> None:
 
 
 @both_backends
-def test_inplace_backward(backend: str) -> None:
+def test_inplace_backward(backend):
     logits = normal(5, 6).requires_grad_()
     (expected,) = torch.autograd.grad(flashtile.cross_entropy(logits, _LABELS, backend=backend), logits)
     given = (logits * 1).detach().requires_grad_()
@@ -232,14 +230,14 @@ def test_inplace_backward(backend: str) -> None:
         torch.autograd.grad(loss, given)
 
 
-def test_inplace_backward_has_no_second_derivative() -> None:
+def test_inplace_backward_has_no_second_derivative():
     logits = normal(5, 6).requires_grad_()
     loss = flashtile.cross_entropy(logits * 1, _LABELS, inplace_backward=True)
     with pytest.raises(RuntimeError, match="inplace_backward: expected a backward without create_graph"):
         torch.autograd.grad(loss, logits, create_graph=True)
 
 
-def test_others_who_saved_the_logits_hear_of_it() -> None:
+def test_others_who_saved_the_logits_hear_of_it():
     x = normal(5, 6).requires_grad_()
     loss = flashtile.cross_entropy(x.tanh(), _LABELS, inplace_backward=True)  # tanh keeps its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -259,14 +257,14 @@ _OPTIONS: list[dict[str, Any]] = [
 
 @both_backends
 @pytest.mark.parametrize("options", _OPTIONS, ids=range(5))
-def test_gradients(options: dict[str, Any], backend: str) -> None:
+def test_gradients(options, backend):
     logits = normal(5, 6).requires_grad_()
     function = lambda x: flashtile.cross_entropy(x, _LABELS, backend=backend, **options)  # noqa: E731
     assert gradcheck(function, logits) and gradgradcheck(function, logits)
 
 
 @pytest.mark.parametrize("padded, backend", [(False, "reference"), (True, "cpu")], ids=["contiguous", "padded"])
-def test_opcheck(padded: bool, backend: str) -> None:
+def test_opcheck(padded, backend):
     logits = normal(5, 9)[:, :6] if padded else normal(5, 6)
     ops = torch.ops.flashtile
     for reduction, z_loss in (("none", True), ("mean", False), ("sum", True)):
@@ -286,7 +284,7 @@ def test_opcheck(padded: bool, backend: str) -> None:
     [(_OPTIONS[0], False), (_OPTIONS[2], False), (_OPTIONS[1], True), (_OPTIONS[3], False), (_OPTIONS[4], True)],
     ids=["mean", "none", "inplace", "softcap", "class_weights"],
 )
-def test_compiled_equals_eager(options: dict[str, Any], inplace: bool) -> None:
+def test_compiled_equals_eager(options, inplace):
     torch._dynamo.reset()
 
     def function(x: Tensor, labels: Tensor) -> Tensor:
@@ -302,7 +300,7 @@ def test_compiled_equals_eager(options: dict[str, Any], inplace: bool) -> None:
     torch._dynamo.reset()
 
 
-def test_transforms() -> None:
+def test_transforms():
     x = normal(3, 5, 6)
     call = lambda x: flashtile.cross_entropy(x, _LABELS, label_smoothing=0.1)  # noqa: E731
     assert_same(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))

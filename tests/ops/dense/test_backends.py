@@ -1,7 +1,5 @@
 """The backends of the linear layers against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,17 +19,17 @@ _dense = torch.ops.flashtile
 
 
 @each_case("case", (CASES | NARROW_CASES).values())
-def test_the_cpu_agrees_with_the_oracle(case: MlpCase) -> None:
+def test_the_cpu_agrees_with_the_oracle(case):
     check(case, "cpu")
 
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_kernels_agree_with_the_oracle(case: MlpCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case, backend, device):
     check(case, backend, device)
 
 
-def test_cpu_float64() -> None:
+def test_cpu_float64():
     check(MlpCase(dtype=torch.float64, activation="gelu"), "cpu")
     check(MlpCase(dtype=torch.float64, gated=True, level=2), "cpu")
 
@@ -54,7 +52,7 @@ def check_steps(backend: str, pre: Tensor, dhidden: Tensor, activation: str, gat
 
 @places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_extremes(activation: str, backend: str, device: str) -> None:
+def test_extremes(activation, backend, device):
     """Large numbers and NaN, each in a column of its own; where relu is 0 it stops an infinite gradient."""
     infinity, nan = float("inf"), float("nan")
     pre = torch.tensor([[0.0, -0.0, 1e-10, -1e-10, 30.0, -30.0, 1e4, -1e4, 6e4, -6e4, nan]], device=device)
@@ -72,7 +70,7 @@ def _normal(*shape: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 100), (4099, 255), (1000, 1001), (5000, 4096), (33, 16384)])
-def test_gpu_steps(rows: int, width: int, dtype: torch.dtype, gated: bool) -> None:
+def test_gpu_steps(rows, width, dtype, gated):
     pre = _normal(rows, (1 + gated) * width, dtype=dtype)
     for activation in ACTIVATIONS:
         check_steps("triton", pre, _normal(rows, width, dtype=dtype, seed=1), activation, gated)
@@ -81,13 +79,13 @@ def test_gpu_steps(rows: int, width: int, dtype: torch.dtype, gated: bool) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [_FP16, _BF16], ids=str)
-def test_gpu_larger(dtype: torch.dtype, level: int) -> None:
+def test_gpu_larger(dtype, level):
     check(MlpCase((3, 500), (512, 2048, 256), dtype, level=level), "triton", "cuda")
     check(MlpCase((3, 500), (512, 1408, 512), dtype, "silu", gated=True, level=level), "triton", "cuda")
 
 
 @pytest.mark.gpu
-def test_gpu_misaligned() -> None:
+def test_gpu_misaligned():
     """Addresses and widths that 16 bytes do not divide."""
     flat = _normal(5 * 600 + 1, dtype=_BF16)
     check_steps("triton", flat[1:].view(5, 600), _normal(5, 300, dtype=_BF16), "silu", True)
@@ -95,7 +93,7 @@ def test_gpu_misaligned() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_is_the_same_in_every_run() -> None:
+def test_gpu_is_the_same_in_every_run():
     case = MlpCase((4, 1000), (256, 1024, 256), _BF16, "silu", gated=True, level=1)
     first, second = (run_mlp(case, "triton", None, "cuda") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -103,7 +101,7 @@ def test_gpu_is_the_same_in_every_run() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
-def test_gpu_wide_buffers(dtype: torch.dtype) -> None:
+def test_gpu_wide_buffers(dtype):
     """A float32 buffer takes products that were never rounded to 16 bits."""
     x, dout = _normal(300, 64, dtype=dtype), _normal(300, 96, dtype=dtype, seed=1)
     buffer = _normal(96, 64, dtype=_FP32, seed=2)
@@ -123,7 +121,7 @@ def test_gpu_wide_buffers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_backward_adds_to_wide_buffers() -> None:
+def test_gpu_backward_adds_to_wide_buffers():
     case, names = MlpCase((50,), (64, 128, 32), _BF16), ("weight1", "weight2")
     operands, upstream = make_operands(case, "cuda")
     given: dict[str, Any] = {name: t.requires_grad_() for name, t in operands.items() if t is not None}
@@ -137,7 +135,7 @@ def test_gpu_backward_adds_to_wide_buffers() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_autocast() -> None:
+def test_gpu_autocast():
     x, weight, bias = (_normal(*shape, dtype=_FP32).requires_grad_() for shape in ((40, 64), (96, 64), (96,)))
     with torch.autocast("cuda", _BF16):
         out, expected = flashtile.fused_dense(x, weight, bias), F.linear(x, weight, bias)
@@ -147,7 +145,7 @@ def test_gpu_autocast() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_graph() -> None:
+def test_gpu_graph():
     """A captured forward and backward, replayed with other numbers."""
     case = MlpCase((64,), (64, 256, 64), _BF16, "silu", gated=True)
     operands, upstream = make_operands(case, "cuda")
@@ -172,7 +170,7 @@ def test_gpu_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_pass_2_to_the_31() -> None:
+def test_gpu_offsets_pass_2_to_the_31():
     rows = 2**31 // 4096 + 300
     pre = torch.zeros(rows, 4096, dtype=_BF16, device="cuda")
     pre[-7:] = _normal(7, 4096, dtype=_BF16)

@@ -4,8 +4,6 @@ What is held: nothing spills, memory is read and written 16 bytes at a time, the
 stay on a multiprocessor fit there together.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -111,7 +109,7 @@ _MATRIX = _matrix()
 
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
-def test_fits_and_spills_nothing(arch: str, kernel: str, name: str) -> None:
+def test_fits_and_spills_nothing(arch, kernel, name):
     source = _source(arch, kernel, name)
     memory = _MATRIX[arch, kernel, name] // sharing_a_multiprocessor(source)
     if arch == "sm_90" and name not in ("odd", "misaligned"):
@@ -136,7 +134,7 @@ def _check_vectors(binary: Binary, shared_memory: int, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "odd"])
-def test_reduce_compiles(name: str) -> None:
+def test_reduce_compiles(name):
     reduce = sum_pipeline("activate_backward", _HOPPER, _CALLS[name]).plans["reduce"]
     check_code(reduce.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
@@ -145,13 +143,13 @@ def test_reduce_compiles(name: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_other_numbers_of_rows_need_no_other_binary(kernel: str) -> None:
+def test_other_numbers_of_rows_need_no_other_binary(kernel):
     assert plan(kernel, _HOPPER, Call(rows=77)).source == plan(kernel, _HOPPER, Call()).source
 
 
 @pytest.mark.parametrize("rows, width", [(0, 64), (5, 0), (0, 0)])
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> None:
+def test_nothing_is_launched_for_nothing(kernel, rows, width):
     assert plan(kernel, _HOPPER, Call(rows=rows, width=width)).programs == 0
     if kernel != "activate":
         assert not sum_pipeline(kernel, _HOPPER, Call(rows=rows, width=width)).launches
@@ -161,7 +159,7 @@ def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> 
     "rows, width, splits, programs",
     [(16384, 16384, 4, 256), (16384, 4096, 16, 256), (16, 4096, 1, 16), (17, 4096, 2, 32), (99, 300000, 1, 1172)],
 )
-def test_partial_sums_are_few(rows: int, width: int, splits: int, programs: int) -> None:
+def test_partial_sums_are_few(rows, width, splits, programs):
     """As many programs as are on the GPU at once, each with a strip of columns, and no split without a tile."""
     found = sum_pipeline("activate_backward", _HOPPER, Call(rows=rows, width=width))
     main, reduce = found.launches
@@ -170,7 +168,7 @@ def test_partial_sums_are_few(rows: int, width: int, splits: int, programs: int)
 
 
 @pytest.mark.parametrize("width", [1, 17, 255, 257, 1024, 16385])
-def test_cuts_are_sound(width: int) -> None:
+def test_cuts_are_sound(width):
     cuts = [(kernels.activate_config(width, device), device) for device in devices.KNOWN_DEVICES.values()]
     cuts += [
         (kernels.backward_config(width, gated, size, device), device)

@@ -1,7 +1,5 @@
 """Bad input: each error names the argument, what was expected, what came and the remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -107,9 +105,7 @@ _CASES = [
 
 
 @each_case("function, valid, error, changes, parts", _CASES)
-def test_bad_input(
-    function: Any, valid: dict[str, Any], error: type[Exception], changes: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_bad_input(function, valid, error, changes, parts):
     function(**valid)
     with pytest.raises(error) as raised:
         function(**{**valid, **changes})
@@ -117,14 +113,14 @@ def test_bad_input(
         assert part in str(raised.value)
 
 
-def test_double_buffers_take_no_narrow_products_nor_float_buffers_double_ones() -> None:
+def test_double_buffers_take_no_narrow_products_nor_float_buffers_double_ones():
     for narrow, wide in ((torch.float32, _FP64), (_FP64, torch.float32)):
         x, dout = zeros(3, 4, dtype=narrow), zeros(3, 5, dtype=narrow)
         with pytest.raises(TypeError, match="main_grad: expected the dtype of the products"):
             flashtile.linear_bias_wgrad(x, dout, main_grad=zeros(5, 4, dtype=wide))
 
 
-def test_additions_to_a_buffer_have_no_derivative() -> None:
+def test_additions_to_a_buffer_have_no_derivative():
     x, weight = zeros(3, 4, grad=True), zeros(5, 4, grad=True)
     out = flashtile.fused_dense(x, weight, main_grad=zeros(5, 4))
     with pytest.raises(ValueError, match="main_grad: expected None under create_graph=True"):

@@ -1,7 +1,5 @@
 """What the linear layers mean: against PyTorch's own on the reference and on the CPU; gradients; autocast; PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -55,7 +53,7 @@ def mlp_operands(gated: bool = False, dtype: torch.dtype = torch.float64) -> tup
 @both_backends
 @each_case("gated", [False, True])
 @each_case("activation", _FUNCTIONS)
-def test_mlp_is_that_of_pytorch(activation: str, gated: bool, backend: str) -> None:
+def test_mlp_is_that_of_pytorch(activation, gated, backend):
     x, weight1, bias1, weight2, bias2 = operands = mlp_operands(gated)
     out = flashtile.fused_mlp(*operands, activation=activation, gated=gated, backend=backend)
     pre, function = F.linear(x, weight1, bias1), _FUNCTIONS[activation]
@@ -64,14 +62,14 @@ def test_mlp_is_that_of_pytorch(activation: str, gated: bool, backend: str) -> N
 
 
 @both_backends
-def test_dense_is_that_of_pytorch(backend: str) -> None:
+def test_dense_is_that_of_pytorch(backend):
     x, weight, bias = dense_operands()
     assert_same(flashtile.fused_dense(x, weight, bias, backend=backend), F.linear(x, weight, bias))
     assert_same(flashtile.fused_dense(x[0, 0], weight, backend=backend), F.linear(x[0, 0], weight))
 
 
 @both_backends
-def test_infinities_and_nan_are_those_of_pytorch(backend: str) -> None:
+def test_infinities_and_nan_are_those_of_pytorch(backend):
     """A gradient that relu stops is 0, whatever it is; NaN in the activation's argument stays NaN."""
     x = torch.tensor([[-1.0, 2.0, float("nan")]], dtype=torch.float64).requires_grad_()
     one = torch.eye(3, dtype=torch.float64)
@@ -87,7 +85,7 @@ def test_infinities_and_nan_are_those_of_pytorch(backend: str) -> None:
 
 
 @levels
-def test_levels_keep_what_they_say(level: int) -> None:
+def test_levels_keep_what_they_say(level):
     """Each level keeps one less of pre (9 columns) and hidden (9 columns); hidden only for the gradient of weight2."""
     x, weight1, bias1, weight2 = normal(6, 4).requires_grad_(), normal(9, 4), normal(9), normal(3, 9)
     for frozen, expected in ((False, 2 - level), (True, min(1, 2 - level))):
@@ -99,7 +97,7 @@ def test_levels_keep_what_they_say(level: int) -> None:
 
 
 @both_backends
-def test_gradient_of_the_residual_joins_that_of_x(backend: str) -> None:
+def test_gradient_of_the_residual_joins_that_of_x(backend):
     x, weight, bias = dense_operands()
     out, residual = flashtile.fused_dense(x, weight, bias, return_residual=True, backend=backend)
     assert torch.equal(residual, x) and residual.shape == x.shape
@@ -115,7 +113,7 @@ def test_gradient_of_the_residual_joins_that_of_x(backend: str) -> None:
 
 
 @both_backends
-def test_strided_and_expanded_inputs(backend: str) -> None:
+def test_strided_and_expanded_inputs(backend):
     _, weight1, bias1, weight2, bias2 = mlp_operands()
     x = normal(4, 3, 2).permute(2, 1, 0).requires_grad_()
     strided = (x, weight1.detach().t().contiguous().t().requires_grad_(), bias1, weight2, bias2)
@@ -134,7 +132,7 @@ def test_strided_and_expanded_inputs(backend: str) -> None:
     activation=st.sampled_from(list(_FUNCTIONS)), gated=st.booleans(), level=st.integers(0, 2),
     biases=st.tuples(st.booleans(), st.booleans()), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_any_call_is_right(shape: list[int], dtype: torch.dtype, **fields: Any) -> None:
+def test_any_call_is_right(shape, dtype, **fields):
     check(MlpCase(shape=tuple(shape), dtype=dtype, **fields), "cpu")
 
 
@@ -142,7 +140,7 @@ def test_any_call_is_right(shape: list[int], dtype: torch.dtype, **fields: Any) 
 
 
 @both_backends
-def test_wgrad(backend: str) -> None:
+def test_wgrad(backend):
     x, dout = normal(2, 3, 4), normal(2, 3, 5, seed=1)
     dweight, dbias = flashtile.linear_bias_wgrad(x, dout, backend=backend)
     assert_same(dweight, dout.flatten(0, 1).t() @ x.flatten(0, 1))
@@ -151,7 +149,7 @@ def test_wgrad(backend: str) -> None:
 
 
 @each_case("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_wgrad_is_added_to_a_buffer(dtype: torch.dtype) -> None:
+def test_wgrad_is_added_to_a_buffer(dtype):
     x, dout = normal(40, 4, dtype=dtype), normal(40, 5, seed=1, dtype=dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     buffer = normal(5, 4, seed=2, dtype=wide)
@@ -161,7 +159,7 @@ def test_wgrad_is_added_to_a_buffer(dtype: torch.dtype) -> None:
     assert_same(buffer, expected.to(wide))  # no rounding to dtype on the way
 
 
-def test_a_small_gradient_is_not_lost_in_a_wide_buffer() -> None:
+def test_a_small_gradient_is_not_lost_in_a_wide_buffer():
     x, dout = torch.full((1, 1), 2.0**-12, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
     buffer = torch.ones(1, 1)
     for _ in range(4):
@@ -170,7 +168,7 @@ def test_a_small_gradient_is_not_lost_in_a_wide_buffer() -> None:
 
 
 @both_backends
-def test_backward_adds_to_main_grad(backend: str) -> None:
+def test_backward_adds_to_main_grad(backend):
     x, weight, bias = dense_operands()
     buffer = torch.zeros_like(weight).detach()
     for times in (1, 2):
@@ -192,7 +190,7 @@ def test_backward_adds_to_main_grad(backend: str) -> None:
 
 
 @each_case("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_as_pytorch_does(dtype: torch.dtype) -> None:
+def test_autocast_casts_as_pytorch_does(dtype):
     operands = mlp_operands(dtype=torch.float32)
     x, weight1, bias1, weight2, bias2 = operands
     with torch.autocast("cpu", dtype):
@@ -207,12 +205,12 @@ def test_autocast_casts_as_pytorch_does(dtype: torch.dtype) -> None:
     assert_same(grads, wanted)
 
 
-def test_autocast_leaves_float64_alone() -> None:
+def test_autocast_leaves_float64_alone():
     with torch.autocast("cpu", torch.bfloat16):
         assert flashtile.fused_dense(*dense_operands()).dtype is torch.float64
 
 
-def test_a_backward_within_autocast_keeps_the_dtypes_of_the_forward() -> None:
+def test_a_backward_within_autocast_keeps_the_dtypes_of_the_forward():
     operands = mlp_operands(dtype=torch.float32)
     out = flashtile.fused_mlp(*operands, checkpoint_level=2)
     expected = torch.autograd.grad(out, operands, torch.ones_like(out), retain_graph=True)
@@ -252,13 +250,13 @@ which_function = pytest.mark.parametrize("which", ["dense", "mlp", "gated", "rec
 
 @both_backends
 @which_function
-def test_gradients(which: str, backend: str) -> None:
+def test_gradients(which, backend):
     function, operands = functions(backend)[which]
     assert gradcheck(function, operands, fast_mode=True) and gradgradcheck(function, operands, fast_mode=True)
 
 
 @both_backends
-def test_opcheck(backend: str) -> None:
+def test_opcheck(backend):
     ops = torch.ops.flashtile
     pre, dhidden = normal(6, 10), normal(6, 5, seed=1)
     torch.library.opcheck(ops.dense_activate.default, (pre, "silu", True, backend))
@@ -270,7 +268,7 @@ def test_opcheck(backend: str) -> None:
 
 
 @which_function
-def test_compiled_equals_eager(which: str) -> None:
+def test_compiled_equals_eager(which):
     torch._dynamo.reset()
     function, operands = functions("cpu")[which]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -285,7 +283,7 @@ def test_compiled_equals_eager(which: str) -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_backward_adds_to_main_grad() -> None:
+def test_compiled_backward_adds_to_main_grad():
     torch._dynamo.reset()
     x, weight, bias = dense_operands()
     buffer = torch.ones_like(weight).detach()
@@ -296,7 +294,7 @@ def test_compiled_backward_adds_to_main_grad() -> None:
     torch._dynamo.reset()
 
 
-def test_tied_operands_compile() -> None:
+def test_tied_operands_compile():
     torch._dynamo.reset()
     x, weight = normal(3, 4).requires_grad_(), normal(4, 4, seed=1).requires_grad_()
     call = lambda x, weight: flashtile.fused_mlp(x, weight, None, weight, None).square().sum()  # noqa: E731
@@ -306,7 +304,7 @@ def test_tied_operands_compile() -> None:
     torch._dynamo.reset()
 
 
-def test_products_are_counted() -> None:
+def test_products_are_counted():
     operands = mlp_operands()
     with FlopCounterMode(display=False) as counter:
         flashtile.fused_mlp(*operands).sum().backward()
@@ -314,7 +312,7 @@ def test_products_are_counted() -> None:
 
 
 @each_case("which", ["gated", "recomputing"])
-def test_transforms(which: str) -> None:
+def test_transforms(which):
     call, (x, *rest) = functions("auto")[which]
     x, rest = x.detach(), [t.detach() for t in rest]
     many, tangent = normal(3, 2, 3, 4, seed=8), normal(2, 3, 4, seed=9)
@@ -325,7 +323,7 @@ def test_transforms(which: str) -> None:
     assert_same((moved * out).sum(), (pullback(out)[0] * tangent).sum())
 
 
-def test_transforms_of_a_residual() -> None:
+def test_transforms_of_a_residual():
     x, weight, _ = (t.detach() for t in dense_operands())
     call = lambda x: flashtile.fused_dense(x, weight, return_residual=True)  # noqa: E731
     out, residual = torch.func.vmap(call)(x)

@@ -4,8 +4,6 @@ What is held: nothing spills more than was found when the cuts were chosen, memo
 time, the backward reads ahead, and programs that stay on a multiprocessor fit there together.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 from unittest import mock
@@ -167,7 +165,7 @@ def _with_kernels() -> list[Any]:
 
 
 @pytest.mark.parametrize("arch, phase, name, kernel", _with_kernels())
-def test_fits(arch: str, phase: str, name: str, kernel: str) -> None:
+def test_fits(arch, phase, name, kernel):
     source = _source(arch, phase, _CALLS[name])
     memory = _MATRIX[arch, phase, name] // sharing_a_multiprocessor(source)
     spilled = _SPILLS.get((arch, phase, name), 0)
@@ -200,7 +198,7 @@ def _assert_memory_is_read_and_written_16_bytes_at_a_time(phase: str, code: str)
         assert "LDGSTS" in code, "the next rows are read while these are worked on"
 
 
-def test_dropout_bits_are_made_where_they_are_used() -> None:
+def test_dropout_bits_are_made_where_they_are_used():
     """Without dropout as with it, only the two sums of a row pass through shared memory."""
     call = Call(4096, optional=("weight", "bias", "residual"))
     exchanges = [
@@ -210,7 +208,7 @@ def test_dropout_bits_are_made_where_they_are_used() -> None:
     assert exchanges[0] == exchanges[1]
 
 
-def test_long_rows_with_dropout_are_held_whole_where_sums_are_few() -> None:
+def test_long_rows_with_dropout_are_held_whole_where_sums_are_few():
     def looped(width: int, *more: str) -> bool:
         call = Call(width, optional=("weight", "bias", "residual", *more), dropout_p=0.1)
         return backward_pipeline(_HOPPER, call).plans["main"].source.constants["BLOCK_N"] < width
@@ -229,7 +227,7 @@ _REDUCE = {name: backward_pipeline(_HOPPER, call).plans.get("reduce") for name, 
 
 
 @pytest.mark.parametrize("name", with_news({name: plan.source for name, plan in _REDUCE.items() if plan is not None}))
-def test_reduce_compiles(name: str) -> None:
+def test_reduce_compiles(name):
     plan = _REDUCE[name]
     assert plan is not None
     check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
@@ -239,28 +237,28 @@ def test_reduce_compiles(name: str) -> None:
 
 
 @pytest.mark.parametrize("plan", _PLANS.values(), ids=_PLANS)
-def test_other_numbers_of_rows_need_no_other_binary(plan: Any) -> None:
+def test_other_numbers_of_rows_need_no_other_binary(plan):
     assert plan(_HOPPER, Call(1000)).source == plan(_HOPPER, Call(1000, rows=77)).source
 
 
 @pytest.mark.parametrize(
     "misalignment, width, multiples", [(0, 4096, (16, 16)), (2, 4096, (2, 16)), (0, 1001, (16, 1)), (8, 1004, (8, 4))]
 )
-def test_alignment(misalignment: int, width: int, multiples: tuple[int, int]) -> None:
+def test_alignment(misalignment, width, multiples):
     source = forward_plan(_HOPPER, Call(width, misalignment=misalignment)).source
     found = dict(zip(source.function.arg_names, source.multiples, strict=False))
     assert (found["x0_ptr"], found["stride_x0"]) == (found["z_ptr"], found["stride_residual"]) == multiples
 
 
 @pytest.mark.parametrize("rows, programs", [(0, 0), (1, 1), (100, 100), (263, 263), (10**6, 264)])
-def test_backward_programs_stay(rows: int, programs: int) -> None:
+def test_backward_programs_stay(rows, programs):
     found = backward_pipeline(_HOPPER, Call(4096, rows=rows))
     assert found.plans["main"].programs == programs
     assert (found.scratch.parts if found.scratch else {}) == ({"partial": (0, 2 * programs * 4096)} if programs else {})
 
 
 @pytest.mark.parametrize("width", [1, 16, 17, 100, 1024, 1025, 2048, 4097, 8192, 8193, 16385, MAX_COLUMNS])
-def test_cuts_are_sound(width: int) -> None:
+def test_cuts_are_sound(width):
     cuts = [(held_row_tile(width, device), device) for device in devices.KNOWN_DEVICES.values()]
     cuts += [
         (kernels.backward_config(width, sums, size, dropout, device), device)

@@ -1,7 +1,5 @@
 """The CPU backend of the norms against the fp64 oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,24 +12,24 @@ from support.running.each_case import each_case
 
 
 @each_case("case", (COMBINED | EDGES).values())
-def test_agrees_with_the_oracle(case: NormCase) -> None:
+def test_agrees_with_the_oracle(case):
     check_norm(case, "cpu")
 
 
 @each_case("rms", [False, True])
 @pytest.mark.parametrize("case", parameters(DTYPES))
-def test_dtypes_agree_with_the_oracle(case: NormCase, rms: bool) -> None:
+def test_dtypes_agree_with_the_oracle(case, rms):
     check_norm(replace(case, rms=rms, shape=(40,), hidden=300), "cpu")
 
 
 @each_case("rms", [False, True])
-def test_float64(rms: bool) -> None:
+def test_float64(rms):
     double = torch.float64
     check_norm(NormCase(rms=rms, dtype=double, residual_dtype=double, weight_dtype=double), "cpu")
 
 
 @each_case("rms", [False, True])
-def test_strided_inputs(rms: bool) -> None:
+def test_strided_inputs(rms):
     case = NormCase(shape=(4, 6), hidden=10, rms=rms, residual_dtype=torch.float32)
     inputs = make_norm_inputs(case)
     inputs.differentiable["x0"] = inputs.differentiable["x0"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -41,13 +39,13 @@ def test_strided_inputs(rms: bool) -> None:
     check_norm(case, "cpu", inputs=inputs)
 
 
-def test_a_large_mean_does_not_swallow_the_variance() -> None:
+def test_a_large_mean_does_not_swallow_the_variance():
     x = torch.randn(8, 1000) + 1e4
     expected = torch.nn.functional.layer_norm(x.double(), (1000,))
     assert (flashtile.layer_norm(x) - expected).abs().max() < 5e-3
 
 
-def test_narrow_statistics_are_float32() -> None:
+def test_narrow_statistics_are_float32():
     # Statistics kept in bfloat16 would make the gradient wrong in its second digit.
     x = (torch.randn(50, 512) * 3 + 5).bfloat16().requires_grad_()
     weight = torch.ones(512, dtype=torch.bfloat16)

@@ -1,11 +1,7 @@
 """Bad input: each error names the argument, what was expected, what came and the remedy."""
 
-from __future__ import annotations
-
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -84,7 +80,7 @@ BAD_SUMS = {
 
 @each_case("function", [flashtile.dropout_add_layer_norm, flashtile.dropout_add_rms_norm])
 @each_case("name", BAD_SUMS)
-def test_dropout_add(name: str, function: Any) -> None:
+def test_dropout_add(name, function):
     if name == "triton" and torch.cuda.is_available():
         pytest.skip("tensors on the CPU are an error everywhere, but Triton's interpreter may be on")
     error, changes, message = BAD_SUMS[name]
@@ -106,20 +102,20 @@ def test_dropout_add(name: str, function: Any) -> None:
         ({"backend": "fast"}, "backend: expected one of"),
     ],
 )
-def test_plain(changes: dict[str, Any], message: str, function: Any) -> None:
+def test_plain(changes, message, function):
     with pytest.raises((TypeError, ValueError), match=message):
         function(**{"x": torch.randn(2, 8), **changes})
 
 
 @each_case("norm", [flashtile.layer_norm, flashtile.rms_norm])
-def test_weights_are_float64_exactly_where_x_is(norm: Callable[..., torch.Tensor]) -> None:
+def test_weights_are_float64_exactly_where_x_is(norm):
     for x, weight in ((zeros(2, 8, dtype=_FP64), zeros(8)), (zeros(2, 8), zeros(8, dtype=_FP64))):
         with pytest.raises(TypeError, match="weight: expected float64 exactly where x is"):
             norm(x, weight)
     assert "float64 exactly where x is" in inspect.getdoc(flashtile.layer_norm)
 
 
-def test_float64_on_triton_says_what_to_do() -> None:
+def test_float64_on_triton_says_what_to_do():
     from flashtile.ops.common.backends import StandardCall, standard_backends
 
     call = StandardCall("layer_norm", "triton", "cuda", _FP64, None, False)

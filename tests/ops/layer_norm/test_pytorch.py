@@ -1,7 +1,5 @@
 """The norms as a part of PyTorch: dispatcher, compiler, autograd to any order, transforms, modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -60,19 +58,19 @@ def problem(case: str, rms: bool, backend: str, dtype: torch.dtype = torch.float
 @all_cases
 @both_norms
 @both_backends
-def test_gradcheck(case: str, rms: bool, backend: str) -> None:
+def test_gradcheck(case, rms, backend):
     assert gradcheck(*problem(case, rms, backend))
 
 
 @all_cases
 @both_norms
 @both_backends
-def test_gradgradcheck(case: str, rms: bool, backend: str) -> None:
+def test_gradgradcheck(case, rms, backend):
     assert gradgradcheck(*problem(case, rms, backend), fast_mode=True)
 
 
 @both_backends
-def test_only_some_want_a_gradient(backend: str) -> None:
+def test_only_some_want_a_gradient(backend):
     x, weight = leaf(3, 8), leaf(8, seed=1)
     dz = torch.randn(3, 8)
     both = torch.autograd.grad(flashtile.layer_norm(x, weight, backend=backend), (x, weight), dz)
@@ -95,7 +93,7 @@ def op_arguments(case: str, rms: bool) -> tuple[Operands, NormSpec]:
 
 @all_cases
 @both_norms
-def test_opcheck(case: str, rms: bool) -> None:
+def test_opcheck(case, rms):
     operands, spec = op_arguments(case, rms)
     forward, backward = torch.ops.flashtile.layer_norm_forward, torch.ops.flashtile.layer_norm_backward
     torch.library.opcheck(forward.default, (*operands, *spec, "cpu"))
@@ -111,7 +109,7 @@ def test_opcheck(case: str, rms: bool) -> None:
     torch.library.opcheck(backward.default, (*saved, *spec, *wanted, "cpu"))
 
 
-def test_checkpointing_draws_the_same_dropout() -> None:
+def test_checkpointing_draws_the_same_dropout():
     x = leaf(20, 30)
     call = lambda x: flashtile.dropout_add_layer_norm(x, None, None, None, 0.5).sin()  # noqa: E731
     torch.manual_seed(1)
@@ -126,7 +124,7 @@ def test_checkpointing_draws_the_same_dropout() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @all_cases
-def test_compiled_equals_eager(case: str) -> None:
+def test_compiled_equals_eager(case):
     function, inputs = problem(case, case == "residual", "cpu", torch.float32)
     assert_same(
         results(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs), results(function, inputs)
@@ -134,7 +132,7 @@ def test_compiled_equals_eager(case: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_one_compilation_serves_all_sizes() -> None:
+def test_one_compilation_serves_all_sizes():
     compilations = []
     compiler = torch._dynamo.lookup_backend("aot_eager")
 
@@ -152,7 +150,7 @@ def test_one_compilation_serves_all_sizes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_by_the_default_compiler() -> None:
+def test_compiled_by_the_default_compiler():
     # Nothing but the operator: what the compiler makes of others takes long to build.
     function = lambda x, w: flashtile.rms_norm(x, w)  # noqa: E731
     inputs = [leaf(4, 6), leaf(6, seed=1)]

@@ -1,7 +1,5 @@
 """What the norms mean: against PyTorch's own, and against the formulas written out; on the reference and on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,7 +34,7 @@ def dropout_add(rms: bool, *arguments: Any, **options: Any) -> Any:
 
 @both_backends
 @both_norms
-def test_plain_norms_are_those_of_pytorch(rms: bool, backend: str) -> None:
+def test_plain_norms_are_those_of_pytorch(rms, backend):
     x, weight, bias = normal(2, 3, 50), normal(50, seed=1), normal(50, seed=2)
     function = flashtile.rms_norm if rms else flashtile.layer_norm
     assert_same(function(x, backend=backend), norm(x, None, None, rms))
@@ -48,7 +46,7 @@ def test_plain_norms_are_those_of_pytorch(rms: bool, backend: str) -> None:
 
 @both_backends
 @both_norms
-def test_the_sum_is_what_the_formula_says(rms: bool, backend: str) -> None:
+def test_the_sum_is_what_the_formula_says(rms, backend):
     x0, residual, weight, bias = normal(4, 5, 16), normal(4, 5, 16, seed=1), normal(16, seed=2), normal(16, seed=3)
     rowscale, layerscale = normal(4, 5, seed=4), normal(16, seed=5)
     z, x, mask = dropout_add(
@@ -63,7 +61,7 @@ def test_the_sum_is_what_the_formula_says(rms: bool, backend: str) -> None:
 
 @both_backends
 @both_norms
-def test_parallel_residual(rms: bool, backend: str) -> None:
+def test_parallel_residual(rms, backend):
     x0, x1, residual = (normal(6, 40, seed=seed) for seed in range(3))
     weight, bias, weight1, bias1 = (normal(40, seed=seed) for seed in range(3, 7))
     z, z1, x, mask, mask1 = dropout_add(
@@ -77,7 +75,7 @@ def test_parallel_residual(rms: bool, backend: str) -> None:
 
 
 @both_backends
-def test_subsets(backend: str) -> None:
+def test_subsets(backend):
     x0, residual, weight = normal(3, 8), normal(2, 4, 8, seed=1), normal(8, seed=2)
     x0_subset = torch.tensor([[0, 3, 1, 0], [0, 0, 0, 2]])
     out_subset = torch.tensor([[4, 0, 1, 0], [0, 2, 0, 0]], dtype=torch.int32)
@@ -95,7 +93,7 @@ def test_subsets(backend: str) -> None:
 
 @both_backends
 @each_case("count", range(1, 5))
-def test_what_is_returned(count: int, backend: str) -> None:
+def test_what_is_returned(count, backend):
     x0 = normal(2, 3, 4)
     options = {"prenorm": count > 1, "return_dropout_mask": count > 2, "backend": backend}
     if count == 4:
@@ -118,9 +116,7 @@ def test_what_is_returned(count: int, backend: str) -> None:
         (torch.float64, None, True, torch.float64),
     ],
 )
-def test_dtypes(
-    dtype: torch.dtype, residual_dtype: torch.dtype | None, in_fp32: bool, expected: torch.dtype, backend: str
-) -> None:
+def test_dtypes(dtype, residual_dtype, in_fp32, expected, backend):
     x0 = normal(3, 4, dtype=dtype)
     residual = None if residual_dtype is None else normal(3, 4, dtype=residual_dtype)
     z, x = flashtile.dropout_add_rms_norm(x0, residual, None, residual_in_fp32=in_fp32, prenorm=True, backend=backend)
@@ -129,7 +125,7 @@ def test_dtypes(
 
 @both_backends
 @both_norms
-def test_z_is_the_norm_of_the_x_that_is_returned(rms: bool, backend: str) -> None:
+def test_z_is_the_norm_of_the_x_that_is_returned(rms, backend):
     x0, residual = (normal(20, 300, seed=seed, dtype=torch.float32) for seed in range(2))
     z, x = dropout_add(rms, x0, residual.bfloat16(), None, None, prenorm=True, backend=backend)
     again = (flashtile.rms_norm if rms else flashtile.layer_norm)(x.float(), backend=backend)
@@ -137,14 +133,14 @@ def test_z_is_the_norm_of_the_x_that_is_returned(rms: bool, backend: str) -> Non
 
 
 @both_backends
-def test_nothing_added_returns_the_input(backend: str) -> None:
+def test_nothing_added_returns_the_input(backend):
     x0 = normal(3, 4)
     _, x = flashtile.dropout_add_layer_norm(x0, None, None, None, prenorm=True, backend=backend)
     assert x.data_ptr() == x0.data_ptr()
 
 
 @both_backends
-def test_gradients_reach_the_input_that_is_returned(backend: str) -> None:
+def test_gradients_reach_the_input_that_is_returned(backend):
     x0 = normal(3, 4).requires_grad_()
     z, x = flashtile.dropout_add_layer_norm(x0, None, None, None, prenorm=True, backend=backend)
     (grad,) = torch.autograd.grad((z, x), x0, (torch.zeros_like(z), torch.ones_like(x)))
@@ -153,7 +149,7 @@ def test_gradients_reach_the_input_that_is_returned(backend: str) -> None:
 
 @both_backends
 @each_case("used", ["z", "z1", "x"])
-def test_gradients_through_one_output(used: str, backend: str) -> None:
+def test_gradients_through_one_output(used, backend):
     x0, residual, weight = (normal(*shape, seed=len(shape)).requires_grad_() for shape in ((3, 6), (3, 6), (6,)))
     arguments = (x0, residual, weight, None, 0.5)
     options = {"weight1": weight.detach(), "prenorm": True, "dropout_seed": _SEED}
@@ -168,7 +164,7 @@ def test_gradients_through_one_output(used: str, backend: str) -> None:
 
 
 @both_backends
-def test_rows_of_equal_elements(backend: str) -> None:
+def test_rows_of_equal_elements(backend):
     x = torch.full((2, 64), 3.0, requires_grad=True)
     z = flashtile.layer_norm(x, backend=backend)
     (grad,) = torch.autograd.grad(z, x, torch.ones_like(z))
@@ -179,7 +175,7 @@ def test_rows_of_equal_elements(backend: str) -> None:
 
 @both_backends
 @both_norms
-def test_nan_stays_in_its_row(rms: bool, backend: str) -> None:
+def test_nan_stays_in_its_row(rms, backend):
     x = normal(5, 30)
     x[2, 7] = float("nan")
     function = flashtile.rms_norm if rms else flashtile.layer_norm
@@ -187,7 +183,7 @@ def test_nan_stays_in_its_row(rms: bool, backend: str) -> None:
     assert broken.tolist() == [False, False, True, False, False]
 
 
-def test_the_same_elements_are_dropped_on_every_backend_and_in_every_shape() -> None:
+def test_the_same_elements_are_dropped_on_every_backend_and_in_every_shape():
     options = {"return_dropout_mask": True, "dropout_seed": _SEED}
     x0 = normal(6, 10)
     _, flat = flashtile.dropout_add_layer_norm(x0, None, None, None, 0.5, backend="cpu", **options)
@@ -198,7 +194,7 @@ def test_the_same_elements_are_dropped_on_every_backend_and_in_every_shape() -> 
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_keep_rate(p: float) -> None:
+def test_keep_rate(p):
     x0 = torch.ones(1000, 1003)
     _, mask = flashtile.dropout_add_layer_norm(
         x0, None, None, None, p, return_dropout_mask=True, dropout_seed=torch.tensor([8, 9])
@@ -212,7 +208,7 @@ def test_keep_rate(p: float) -> None:
         assert abs((kept * kept.roll(shift, (0, 1))).mean()) < 5 * p * (1 - p) / mask.numel() ** 0.5
 
 
-def test_dropout_follows_the_manual_seed() -> None:
+def test_dropout_follows_the_manual_seed():
     def masked(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return flashtile.dropout_add_layer_norm(torch.ones(4, 50), None, None, None, 0.5)

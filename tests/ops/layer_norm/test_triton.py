@@ -1,7 +1,5 @@
 """The norm kernels against the fp64 oracle: in Triton's interpreter (small), and on a GPU (the same and larger)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -27,19 +25,19 @@ def _narrowed(case: NormCase) -> dict[str, torch.dtype]:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", _interpreted(COMBINED | EDGES))
-def test_interpreted_kernels_agree_with_the_oracle(case: NormCase) -> None:
+def test_interpreted_kernels_agree_with_the_oracle(case):
     check_norm(case, "triton")
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize("case", _interpreted(DTYPES))
-def test_interpreted_kernels_take_all_dtypes(case: NormCase, rms: bool) -> None:
+def test_interpreted_kernels_take_all_dtypes(case, rms):
     check_norm(replace(case, rms=rms), "triton")
 
 
 @places("interpreted", "gpu")
-def test_kernels_read_no_factors_past_the_last_row(backend: str, device: str) -> None:
+def test_kernels_read_no_factors_past_the_last_row(backend, device):
     """A tile has more rows than there are; what lies behind the factors is NaN, and would be in the sums over rows."""
     factors = torch.full((300,), float("nan"), device=device)
     factors[:3] = torch.tensor([0.5, 2.0, -1.0])
@@ -53,7 +51,7 @@ def test_kernels_read_no_factors_past_the_last_row(backend: str, device: str) ->
 
 
 @places("interpreted", "gpu")
-def test_kernels_take_strided_inputs(backend: str, device: str) -> None:
+def test_kernels_take_strided_inputs(backend, device):
     case = NormCase(shape=(12,), hidden=24, residual_dtype=torch.float32)
     inputs = make_norm_inputs(case, device)
     given = inputs.differentiable
@@ -66,7 +64,7 @@ def test_kernels_take_strided_inputs(backend: str, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_kernels_agree_with_the_oracle(case: NormCase) -> None:
+def test_kernels_agree_with_the_oracle(case):
     check_norm(case, "triton", "cuda")
 
 
@@ -74,20 +72,20 @@ def test_kernels_agree_with_the_oracle(case: NormCase) -> None:
 @pytest.mark.parametrize(
     "hidden, name", turns([64, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768], DTYPES, 3)
 )
-def test_kernels_over_many_rows(hidden: int, name: str) -> None:
+def test_kernels_over_many_rows(hidden, name):
     for rms in (False, True):
         check_norm(replace(DTYPES[name], rms=rms, shape=(1531,), hidden=hidden), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [1024, 2047, 4096, 8192])
-def test_kernels_with_everything(hidden: int) -> None:
+def test_kernels_with_everything(hidden):
     check_norm(replace(PAIRS["everything"], shape=(1201,), hidden=hidden), "triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [1024, 4096, 20000])
-def test_results_are_the_same_in_every_run(hidden: int) -> None:
+def test_results_are_the_same_in_every_run(hidden):
     case = replace(DTYPES["bf16"], shape=(2000,), hidden=hidden, arguments={"dropout_p": 0.1})
     inputs = make_norm_inputs(case, "cuda")
     first, second = run_norm(case, inputs, "triton"), run_norm(case, inputs, "triton")
@@ -95,7 +93,7 @@ def test_results_are_the_same_in_every_run(hidden: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_mask_is_that_of_the_cpu() -> None:
+def test_the_mask_is_that_of_the_cpu():
     x0 = torch.ones(70, 333)
     seed = torch.tensor([17, 5])
     options = {"return_dropout_mask": True, "prenorm": True}
@@ -108,7 +106,7 @@ def test_the_mask_is_that_of_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_pass_2_to_the_31() -> None:
+def test_offsets_pass_2_to_the_31():
     rows, hidden = 2**31 // 4096 + 3, 4096
     x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device="cuda")
     x[-1] = torch.randn(hidden, device="cuda").bfloat16()
@@ -123,7 +121,7 @@ def test_offsets_pass_2_to_the_31() -> None:
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_draws_fresh_dropout() -> None:
+def test_a_cuda_graph_draws_fresh_dropout():
     x = torch.randn(64, 512, device="cuda")
     call = lambda: flashtile.dropout_add_layer_norm(x, None, None, None, 0.5, prenorm=True)[1]  # noqa: E731
     call()
@@ -137,7 +135,7 @@ def test_a_cuda_graph_draws_fresh_dropout() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_equals_eager() -> None:
+def test_compiled_equals_eager():
     weight = torch.randn(300, device="cuda", requires_grad=True)
     x, residual = (torch.randn(40, 300, device="cuda", requires_grad=True) for _ in range(2))
 

@@ -1,7 +1,5 @@
 """The backends of the rotation against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,18 +15,18 @@ _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 @each_case("case", (COMBINED | EDGES).values())
-def test_the_cpu_agrees_with_the_oracle(case: RotaryCase) -> None:
+def test_the_cpu_agrees_with_the_oracle(case):
     check(case, "cpu")
 
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_kernels_agree_with_the_oracle(case: RotaryCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case, backend, device):
     check(case, backend, device)
 
 
 @each_case("dtype", [torch.bfloat16, torch.float64])
-def test_cpu_dtypes(dtype: torch.dtype) -> None:
+def test_cpu_dtypes(dtype):
     check(RotaryCase(dtype=dtype), "cpu")
     check(RotaryCase(dtype=dtype, table_dtype=dtype, interleaved=True), "cpu")
 
@@ -38,16 +36,14 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (80, 32), (96, 96), (128, 128), (128, 64), (256, 256)])
-def test_gpu_over_many_rows(
-    head_dim: int, rotary_dim: int, interleaved: bool, inplace: bool, dtype: torch.dtype
-) -> None:
+def test_gpu_over_many_rows(head_dim, rotary_dim, interleaved, inplace, dtype):
     case = RotaryCase("qkv", 3, 61, 13, head_dim, rotary_dim, dtype, interleaved=interleaved, inplace=inplace)
     check(case, "triton", "cuda")
     check(replace(case, lengths=(40, 0, 63), table_dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_pass_2_to_the_31() -> None:
+def test_gpu_offsets_pass_2_to_the_31():
     heads, head_dim = 32, 128
     rows = 2**31 // (heads * head_dim) + 5
     cos, sin = flashtile.rotary_tables(rows, head_dim, device="cuda")
@@ -59,7 +55,7 @@ def test_gpu_offsets_pass_2_to_the_31() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_compiled_equals_eager() -> None:
+def test_gpu_compiled_equals_eager():
     cos, sin = flashtile.rotary_tables(32, 64, device="cuda")
     x = torch.randn(2, 32, 3, 4, 64, device="cuda", requires_grad=True)
 

@@ -1,8 +1,6 @@
 """The rotary kernel compiled ahead of time for every architecture, none of which need be present."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -85,7 +83,7 @@ _MATRIX = _matrix()
 
 
 @pytest.mark.parametrize("arch, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
-def test_fits(arch: str, name: str) -> None:
+def test_fits(arch, name):
     source = _source(arch, name)
     # Three passes over heads whose elements are not aligned: 16 bytes on sm_90, none elsewhere.
     spilled = 16 if (arch, name) == ("sm_90", "everything") else 0
@@ -109,7 +107,7 @@ def _assert_memory_is_read_and_written_16_bytes_at_a_time(code: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"shape": (2, 999, 32, 128)}, {"heads_rotated": 20, "heads_q": 20}], ids=str)
-def test_other_sizes_need_no_other_binary(change: dict[str, Any]) -> None:
+def test_other_sizes_need_no_other_binary(change):
     assert plan(_HOPPER, Call(**change)).source == plan(_HOPPER, Call()).source
 
 
@@ -122,13 +120,13 @@ def test_other_sizes_need_no_other_binary(change: dict[str, Any]) -> None:
         ((4, 4, 32, 128), 0, True, 0),
     ],
 )
-def test_programs(shape: tuple[int, ...], half: int, inplace: bool, programs: int) -> None:
+def test_programs(shape, half, inplace, programs):
     assert plan(_HOPPER, Call(shape, half, inplace=inplace)).programs == programs
 
 
 @pytest.mark.parametrize("half", [0, 1, 16, 40, 64, 128, 256, 1000])
 @pytest.mark.parametrize("heads", [1, 3, 32, 100])
-def test_cuts_are_sound(heads: int, half: int) -> None:
+def test_cuts_are_sound(heads, half):
     config = kernels.rotary_config(heads, 2 * half + 3, half, _HOPPER)
     assert config.block_s * config.block_h * config.block_half <= 1024
     assert config.block_half >= half and config.block_rest >= 3

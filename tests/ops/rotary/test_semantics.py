@@ -1,11 +1,8 @@
 """What the rotation means: against the formula, on the reference and on the CPU; its tables; bad input; PyTorch."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,7 +45,7 @@ def turned(x: Tensor, position: int, interleaved: bool) -> Tensor:
 
 @both_backends
 @both_pairings
-def test_is_a_multiplication_of_complex_numbers(interleaved: bool, backend: str) -> None:
+def test_is_a_multiplication_of_complex_numbers(interleaved, backend):
     x = normal(2, 4, 3, 8)
     out = flashtile.apply_rotary(x, _COS, _SIN, interleaved, seqlen_offsets=torch.tensor([5, 0]), backend=backend)
     for batch, offset in ((0, 5), (1, 0)):
@@ -59,7 +56,7 @@ def test_is_a_multiplication_of_complex_numbers(interleaved: bool, backend: str)
 
 @both_backends
 @both_pairings
-def test_scores_depend_on_the_distance_alone(interleaved: bool, backend: str) -> None:
+def test_scores_depend_on_the_distance_alone(interleaved, backend):
     q, k = normal(1, 1, 1, 6).expand(1, 20, 1, 6), normal(1, 1, 1, 6, seed=1).expand(1, 20, 1, 6)
     q, k = (flashtile.apply_rotary(t, _COS, _SIN, interleaved, backend=backend)[0, :, 0] for t in (q, k))
     scores = q @ k.T
@@ -68,7 +65,7 @@ def test_scores_depend_on_the_distance_alone(interleaved: bool, backend: str) ->
 
 @both_backends
 @both_pairings
-def test_conjugate_undoes_it(interleaved: bool, backend: str) -> None:
+def test_conjugate_undoes_it(interleaved, backend):
     x = normal(2, 4, 3, 8)
     there = flashtile.apply_rotary(x, _COS, _SIN, interleaved, backend=backend)
     back = flashtile.apply_rotary(there, _COS, _SIN, interleaved, conjugate=True, backend=backend)
@@ -76,7 +73,7 @@ def test_conjugate_undoes_it(interleaved: bool, backend: str) -> None:
 
 
 @both_backends
-def test_packed_sequences_begin_anew(backend: str) -> None:
+def test_packed_sequences_begin_anew(backend):
     x, cu_seqlens = normal(10, 2, 8), torch.tensor([0, 3, 3, 8], dtype=torch.int32)
     out = flashtile.apply_rotary(x, _COS, _SIN, cu_seqlens=cu_seqlens, max_seqlen=5, backend=backend)
     for begin, end in ((0, 3), (3, 8)):
@@ -87,7 +84,7 @@ def test_packed_sequences_begin_anew(backend: str) -> None:
 
 @both_backends
 @each_case("strides", [(0, 32, 8, 1), (40, 8, 8, 1)])
-def test_rows_that_share_memory_are_not_rotated_in_place(strides: tuple[int, ...], backend: str) -> None:
+def test_rows_that_share_memory_are_not_rotated_in_place(strides, backend):
     x = torch.randn(400).as_strided((2, 5, 4, 8), strides)
     with pytest.raises(ValueError, match=r"x: expected memory of its own for each element, because it is written"):
         flashtile.apply_rotary(x, _COS, _SIN, inplace=True, backend=backend)
@@ -99,7 +96,7 @@ def test_rows_that_share_memory_are_not_rotated_in_place(strides: tuple[int, ...
 
 @both_backends
 @each_case("inplace", [False, True])
-def test_packed_projections(inplace: bool, backend: str) -> None:
+def test_packed_projections(inplace, backend):
     qkv, options = normal(2, 5, 3, 4, 8), {"inplace": inplace, "backend": backend}
     q, k, v = (t.clone() for t in qkv.unbind(2))
     q, k = flashtile.apply_rotary(q, _COS, _SIN), flashtile.apply_rotary(k, 2 * _COS, 2 * _SIN)
@@ -115,7 +112,7 @@ def test_packed_projections(inplace: bool, backend: str) -> None:
 
 
 @both_backends
-def test_in_place_on_views(backend: str) -> None:
+def test_in_place_on_views(backend):
     whole = normal(2, 8, 5, 3)
     x = whole.permute(0, 2, 3, 1)  # a last dimension that is not contiguous
     expected = flashtile.apply_rotary(x.contiguous(), _COS, _SIN, backend=backend)
@@ -124,7 +121,7 @@ def test_in_place_on_views(backend: str) -> None:
 
 
 @both_backends
-def test_what_pytorch_negates_cannot_be_rotated_in_place(backend: str) -> None:
+def test_what_pytorch_negates_cannot_be_rotated_in_place(backend):
     x = normal(1, 4, 2, 8)
     view = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert_same(
@@ -136,7 +133,7 @@ def test_what_pytorch_negates_cannot_be_rotated_in_place(backend: str) -> None:
 
 
 @both_backends
-def test_in_place_is_noticed_by_autograd(backend: str) -> None:
+def test_in_place_is_noticed_by_autograd(backend):
     x = normal(1, 4, 2, 8)
     weight = normal(1, 4, 2, 8, seed=1).requires_grad_()
     product = (weight * x).sum()
@@ -148,7 +145,7 @@ def test_in_place_is_noticed_by_autograd(backend: str) -> None:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_tables() -> None:
+def test_tables():
     cos, sin = flashtile.rotary_tables(1000, 64)
     angles = torch.arange(1000.0)[:, None] * (10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)).float()
     assert_same(cos, angles.cos())
@@ -156,14 +153,14 @@ def test_tables() -> None:
     assert flashtile.rotary_tables(3, 64, dtype=torch.bfloat16)[0].dtype is torch.bfloat16
 
 
-def test_linear_scaling_interpolates_positions() -> None:
+def test_linear_scaling_interpolates_positions():
     plain = flashtile.rotary_tables(50, 32)
     scaled = flashtile.rotary_tables(200, 32, scaling=RotaryScaling("linear", 4.0))
     for expected, actual in zip(plain, scaled, strict=True):
         assert_same(actual[::4], expected)
 
 
-def test_ntk_scaling_slows_the_lowest_frequency_alone() -> None:
+def test_ntk_scaling_slows_the_lowest_frequency_alone():
     plain = flashtile.rotary_frequencies(32)
     scaled = flashtile.rotary_frequencies(32, scaling=RotaryScaling("ntk", 4.0))
     ratio = plain / scaled
@@ -171,7 +168,7 @@ def test_ntk_scaling_slows_the_lowest_frequency_alone() -> None:
     assert (ratio.diff() > 0).all()
 
 
-def test_yarn_scaling_slows_by_turns() -> None:
+def test_yarn_scaling_slows_by_turns():
     scaling = RotaryScaling("yarn", 8.0, original_length=2048)
     plain, scaled = (flashtile.rotary_frequencies(128, scaling=s) for s in (None, scaling))
     turns = 2048 * plain / (2 * math.pi)
@@ -186,7 +183,7 @@ def test_yarn_scaling_slows_by_turns() -> None:
     assert_same(cos[0], torch.ones(64))
 
 
-def test_xpos_cancels_but_for_the_distance() -> None:
+def test_xpos_cancels_but_for_the_distance():
     scale = flashtile.xpos_scale(20, 8, 16.0)
     products = scale[:, None] / scale[None]  # [query, key, pair]
     assert_same(products[5:, 5:], products[:-5, :-5])
@@ -207,7 +204,7 @@ def test_xpos_cancels_but_for_the_distance() -> None:
         (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number, got nan"),
     ],
 )
-def test_bad_scaling(arguments: tuple, message: str) -> None:
+def test_bad_scaling(arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         RotaryScaling(*arguments)
 
@@ -222,7 +219,7 @@ def test_bad_scaling(arguments: tuple, message: str) -> None:
         ((4, 10.0, {"kind": "linear"}), "scaling: expected a RotaryScaling or None, got dict"),
     ],
 )
-def test_bad_frequencies(arguments: tuple, message: str) -> None:
+def test_bad_frequencies(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         flashtile.rotary_frequencies(*arguments)
 
@@ -238,7 +235,7 @@ def test_bad_frequencies(arguments: tuple, message: str) -> None:
         (lambda: flashtile.xpos_scale(20, 4, 0.0), "scale_base: expected a positive number, got 0.0"),
     ],
 )
-def test_bad_tables(make: Callable[[], object], message: str) -> None:
+def test_bad_tables(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
@@ -300,7 +297,7 @@ BAD = {
 
 
 @each_case("name", BAD)
-def test_bad_input(name: str) -> None:
+def test_bad_input(name):
     error, changes, message = BAD[name]
     with pytest.raises(error, match=".*".join(map(re.escape, message))):
         flashtile.apply_rotary(**{"x": _X, "cos": _COS, "sin": _SIN, **changes})
@@ -321,12 +318,12 @@ def test_bad_input(name: str) -> None:
         ({"qkv": torch.randn(2, 4, 3, 6, 8)[..., :3, :], "inplace": True}, r"qkv: expected heads that follow one"),
     ],
 )
-def test_bad_qkv(changes: dict[str, Any], message: str) -> None:
+def test_bad_qkv(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
         flashtile.apply_rotary_qkv(**{"qkv": torch.randn(2, 4, 3, 3, 8), "cos": _COS, "sin": _SIN, **changes})
 
 
-def test_bad_kv() -> None:
+def test_bad_kv():
     with pytest.raises(ValueError, match=r"kv: expected \[batch, seq, 2, heads, head_dim\], got shape"):
         flashtile.apply_rotary_kv(torch.randn(2, 4, 3, 3, 8), _COS, _SIN)
 
@@ -337,7 +334,7 @@ def test_bad_kv() -> None:
 @both_backends
 @both_pairings
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_gradients(inplace: bool, interleaved: bool, backend: str) -> None:
+def test_gradients(inplace, interleaved, backend):
     x = normal(2, 3, 2, 8).requires_grad_()
 
     def function(x: Tensor) -> Tensor:
@@ -347,7 +344,7 @@ def test_gradients(inplace: bool, interleaved: bool, backend: str) -> None:
 
 
 @both_backends
-def test_gradients_of_packed_projections_in_place(backend: str) -> None:
+def test_gradients_of_packed_projections_in_place(backend):
     qkv = normal(2, 3, 3, 2, 8).requires_grad_()
     call = lambda t: flashtile.apply_rotary_qkv(t * 1, _COS, _SIN, 2 * _COS, _SIN, inplace=True, backend=backend)  # noqa: E731
     assert gradcheck(call, qkv)
@@ -355,7 +352,7 @@ def test_gradients_of_packed_projections_in_place(backend: str) -> None:
 
 @both_backends
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_opcheck(packed: bool, backend: str) -> None:
+def test_opcheck(packed, backend):
     x = normal(6, 2, 8) if packed else normal(2, 3, 2, 8)
     offsets = torch.tensor([1, 2])
     cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
@@ -366,7 +363,7 @@ def test_opcheck(packed: bool, backend: str) -> None:
 
 @both_backends
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_positions_of_rows(inplace: bool, backend: str) -> None:
+def test_positions_of_rows(inplace, backend):
     """Any order; what offsets and cumulative lengths say is the same said otherwise; also compiled and transformed."""
     options: dict[str, Any] = {"inplace": inplace, "backend": backend}
     x, ids = normal(2, 3, 2, 8), torch.tensor([[5, 0, 9], [2, 2, 31]])
@@ -388,7 +385,7 @@ def test_positions_of_rows(inplace: bool, backend: str) -> None:
     )
 
 
-def test_positions_of_rows_of_packed_projections() -> None:
+def test_positions_of_rows_of_packed_projections():
     qkv, ids = normal(2, 3, 3, 2, 8), torch.tensor([[5, 0, 9], [2, 2, 31]])
     rotated = flashtile.apply_rotary_qkv(qkv, _COS, _SIN, position_ids=ids)
     q, k = (flashtile.apply_rotary(qkv[:, :, part], _COS, _SIN, position_ids=ids) for part in range(2))
@@ -399,7 +396,7 @@ def test_positions_of_rows_of_packed_projections() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_compiled_equals_eager(inplace: bool) -> None:
+def test_compiled_equals_eager(inplace):
     torch._dynamo.reset()
 
     def function(x: Tensor) -> Tensor:
@@ -413,7 +410,7 @@ def test_compiled_equals_eager(inplace: bool) -> None:
     torch._dynamo.reset()
 
 
-def test_transforms() -> None:
+def test_transforms():
     x = normal(4, 2, 3, 2, 8)
     call = lambda x: flashtile.apply_rotary(x, _COS, _SIN)  # noqa: E731
     assert_same(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
@@ -430,12 +427,12 @@ def test_transforms() -> None:
         (8, 5, ValueError, "dim: expected an even number of elements, got 5"),
     ],
 )
-def test_bad_sizes_of_tables(make: Callable, positions: int, dim: int, error: type, message: str) -> None:
+def test_bad_sizes_of_tables(make, positions, dim, error, message):
     with pytest.raises(error, match=message):
         make(positions, dim)
 
 
 @each_case("scale_base", [0.0, -1.0, math.nan])
-def test_bad_decay(scale_base: float) -> None:
+def test_bad_decay(scale_base):
     with pytest.raises(ValueError, match=f"scale_base: expected a positive number, got {scale_base}"):
         flashtile.xpos_scale(8, 4, scale_base)

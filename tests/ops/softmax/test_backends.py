@@ -1,7 +1,5 @@
 """The backends of the softmax against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,24 +13,24 @@ from support.running.places import places
 
 
 @each_case("case", CASES.values())
-def test_the_cpu_agrees_with_the_oracle(case: SoftmaxCase) -> None:
+def test_the_cpu_agrees_with_the_oracle(case):
     check(case, "cpu")
 
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_kernels_agree_with_the_oracle(case: SoftmaxCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case, backend, device):
     check(case, backend, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_cpu_dtypes(dtype: torch.dtype) -> None:
+def test_cpu_dtypes(dtype):
     check(SoftmaxCase((1, 2, 300, 500), dtype=dtype, mask=(1, 1, 300, 500)), "cpu")
     check(SoftmaxCase((2, 700, 700), dtype=dtype, causal=True), "cpu")
 
 
 @places("cpu", "interpreted", "gpu")
-def test_the_largest_numbers(backend: str, device: str) -> None:
+def test_the_largest_numbers(backend, device):
     """Rows of the smallest number, as added masks write it, and of the largest, beside others."""
     limits = torch.finfo(torch.float32)
     for width in (5, 9000):
@@ -46,18 +44,18 @@ def test_the_largest_numbers(backend: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [64, 128, 1000, 1024, 2048, 4096, 8192, 16384, 40000])
-def test_gpu_over_many_rows(width: int, dtype: torch.dtype) -> None:
+def test_gpu_over_many_rows(width, dtype):
     check(SoftmaxCase((2, 3, 211, width), dtype, mask=(2, 1, 211, width)), "triton", "cuda")
     check(SoftmaxCase((5, 211, width), dtype, causal=True), "triton", "cuda")
 
 
 @pytest.mark.gpu
-def test_gpu_causal_square() -> None:
+def test_gpu_causal_square():
     check(replace(SoftmaxCase(causal=True), shape=(3, 2048, 2048), dtype=torch.bfloat16), "triton", "cuda")
 
 
 @pytest.mark.gpu
-def test_gpu_offsets_pass_2_to_the_31() -> None:
+def test_gpu_offsets_pass_2_to_the_31():
     rows = 2**31 // 4096 + 3
     x = torch.zeros(1, 1, rows, 4096, dtype=torch.bfloat16, device="cuda")
     x[..., -1, :] = torch.randn(4096, device="cuda").bfloat16()

@@ -1,7 +1,5 @@
 """The softmax kernels compiled ahead of time for every architecture, none of which need be present."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 from unittest import mock
@@ -71,7 +69,7 @@ _MATRIX = _matrix()
 
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
-def test_compiles_without_spills(arch: str, kernel: str, name: str) -> None:
+def test_compiles_without_spills(arch, kernel, name):
     on_hopper = arch == "sm_90"
     check_code(_source(arch, kernel, name), arch, _check_code, _MATRIX[arch, kernel, name], on_hopper, on_hopper)
 
@@ -82,20 +80,20 @@ def _check_code(binary: Binary, shared_memory: int, reads_vectors: bool, writes_
     assert not writes_vectors or sass(binary).count("STG.E.128") == sass(binary).count("STG.E"), "and written so"
 
 
-def test_other_numbers_of_rows_need_no_other_binary() -> None:
+def test_other_numbers_of_rows_need_no_other_binary():
     for kernel in _KERNELS:
         device = devices.KNOWN_DEVICES["sm_90"]
         assert plan(kernel, device, Call(rows=77)).source == plan(kernel, device, Call()).source
 
 
 @pytest.mark.parametrize("rows, width, programs", [(0, 64, 0), (5, 0, 0), (1, 2048, 128), (64, 64, 256)])
-def test_programs(rows: int, width: int, programs: int) -> None:
+def test_programs(rows, width, programs):
     for kernel in _KERNELS:
         assert plan(kernel, devices.KNOWN_DEVICES["sm_90"], Call(width, rows=rows)).programs == programs
 
 
 @pytest.mark.parametrize("width", [1, 17, 1024, 2049, 8192, 16385])
-def test_cuts_are_sound(width: int) -> None:
+def test_cuts_are_sound(width):
     for device in devices.KNOWN_DEVICES.values():
         config = held_row_tile(width, device)
         assert config.num_warps * device.warp_size <= 1024
@@ -119,7 +117,7 @@ def _merges() -> list[Any]:
 
 
 @pytest.mark.parametrize("kernel, width, arch", _merges())
-def test_the_merge_compiles_without_spills(kernel: str, width: int, arch: str) -> None:
+def test_the_merge_compiles_without_spills(kernel, width, arch):
     device = devices.KNOWN_DEVICES[arch]
     plan = merge_plan(kernel, _FP16 if arch == "sm_75" else _BF16, width, device)
     reads_vectors = arch == "sm_90" and width != 40
@@ -127,7 +125,7 @@ def test_the_merge_compiles_without_spills(kernel: str, width: int, arch: str) -
 
 
 @pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
-def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
+def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype):
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
     check_code(merge_plan("next", dtype, 64, device).source, "sm_90", _check_order)

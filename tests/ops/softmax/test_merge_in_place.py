@@ -1,7 +1,5 @@
 """Attention over some keys joined to that over others, in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -134,21 +132,21 @@ def _check_lazily_negated(backend: str, device: str = "cpu") -> None:
 
 
 @each_case("backend", ["cpu", "reference"])
-def test_lazily_negated_tensors(backend: str) -> None:
+def test_lazily_negated_tensors(backend):
     _check_lazily_negated(backend)
 
 
 @pytest.mark.interpreter
-def test_lazily_negated_tensors_in_interpreted_kernels() -> None:
+def test_lazily_negated_tensors_in_interpreted_kernels():
     _check_lazily_negated("triton")
 
 
 @pytest.mark.gpu
-def test_lazily_negated_tensors_on_a_gpu() -> None:
+def test_lazily_negated_tensors_on_a_gpu():
     _check_lazily_negated("triton", "cuda")
 
 
-def test_a_running_result_that_shares_memory_is_refused() -> None:
+def test_a_running_result_that_shares_memory_is_refused():
     (out, lse), *_ = _parts(torch.float32, 16)
     acc, row_max = torch.zeros_like(out), torch.zeros_like(lse)
     with pytest.raises(ValueError, match="row_max, row_sum: expected memory of its own for each of them"):
@@ -157,7 +155,7 @@ def test_a_running_result_that_shares_memory_is_refused() -> None:
         flashtile.merge_attention_(acc[:1].expand_as(acc), row_max, row_max.clone(), out, lse)
 
 
-def test_one_graph() -> None:
+def test_one_graph():
     """Slices of a larger running result are merged, and nothing else of it is written."""
 
     def merged(state: list[torch.Tensor], *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,5 @@
 """What the softmax means: against PyTorch's own, on the reference and on the CPU; merging; bad input; PyTorch."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -25,7 +23,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @both_backends
-def test_masked_is_that_of_pytorch(backend: str) -> None:
+def test_masked_is_that_of_pytorch(backend):
     x, mask = normal(2, 3, 4, 9), normal(2, 1, 4, 9, seed=1) > 0.5
     out = flashtile.scaled_masked_softmax(x, mask, 0.3, backend=backend)
     assert_same(out, torch.softmax((0.3 * x).masked_fill(mask, float("-inf")), -1))
@@ -35,7 +33,7 @@ def test_masked_is_that_of_pytorch(backend: str) -> None:
 
 @both_backends
 @each_case("seq_q, seq_k", [(6, 6), (4, 9), (9, 4)])
-def test_causal_ends_at_the_last_key(seq_q: int, seq_k: int, backend: str) -> None:
+def test_causal_ends_at_the_last_key(seq_q, seq_k, backend):
     x = normal(2, seq_q, seq_k)
     out = flashtile.scaled_causal_softmax(x, 2.0, backend=backend)
     for row in range(seq_q):
@@ -45,7 +43,7 @@ def test_causal_ends_at_the_last_key(seq_q: int, seq_k: int, backend: str) -> No
 
 
 @both_backends
-def test_rows_without_anything_are_zero(backend: str) -> None:
+def test_rows_without_anything_are_zero(backend):
     x = normal(1, 1, 3, 5)
     x[0, 0, 1] = float("-inf")
     mask = torch.zeros(1, 1, 3, 5, dtype=torch.bool)
@@ -57,7 +55,7 @@ def test_rows_without_anything_are_zero(backend: str) -> None:
 
 
 @both_backends
-def test_what_is_masked_out_has_no_effect(backend: str) -> None:
+def test_what_is_masked_out_has_no_effect(backend):
     x, mask = normal(1, 2, 3, 8), normal(1, 1, 3, 8, seed=1) > 0
     broken = x.masked_fill(mask, float("nan"))
     call = lambda x: flashtile.scaled_masked_softmax(x, mask, backend=backend)  # noqa: E731
@@ -67,7 +65,7 @@ def test_what_is_masked_out_has_no_effect(backend: str) -> None:
 
 
 @both_backends
-def test_strided_inputs(backend: str) -> None:
+def test_strided_inputs(backend):
     x, mask = normal(9, 4, 3, 2).permute(3, 2, 1, 0), (normal(4, 9, seed=1) > 0.5)[None, None]
     out = flashtile.scaled_masked_softmax(x, mask, backend=backend)
     expected = flashtile.scaled_masked_softmax(x.contiguous(), mask.expand(2, 3, 4, 9).contiguous(), backend=backend)
@@ -78,7 +76,7 @@ def test_strided_inputs(backend: str) -> None:
 
 
 @each_case("packed", [False, True])
-def test_merged_attention_is_that_over_all_keys(packed: bool) -> None:
+def test_merged_attention_is_that_over_all_keys(packed):
     q, k, v = normal(2, 5, 3, 4), normal(2, 9, 3, 4, seed=1), normal(2, 9, 3, 4, seed=2)
     parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
     out, lse = flashtile.attention(q, k, v, return_lse=True)
@@ -90,7 +88,7 @@ def test_merged_attention_is_that_over_all_keys(packed: bool) -> None:
     assert_same((merged, merged_lse), (out, lse))
 
 
-def test_merging_nothing_visible() -> None:
+def test_merging_nothing_visible():
     blind, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), float("-inf"))
     seen, seen_lse = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 2)
     out, merged = flashtile.logsumexp_merge([blind, seen], [lse, seen_lse])
@@ -99,7 +97,7 @@ def test_merging_nothing_visible() -> None:
     assert not out.any() and torch.equal(merged, lse)
 
 
-def test_merge_has_gradients() -> None:
+def test_merge_has_gradients():
     outs, lses = (
         [normal(1, 2, 1, 3, seed=s).requires_grad_() for s in range(2)],
         [normal(1, 1, 2, seed=s).requires_grad_() for s in range(2)],
@@ -107,7 +105,7 @@ def test_merge_has_gradients() -> None:
     assert gradcheck(lambda a, b, c, d: flashtile.logsumexp_merge([a, b], [c, d]), (*outs, *lses))
 
 
-def test_a_row_that_no_part_has_seen_has_gradients_of_0() -> None:
+def test_a_row_that_no_part_has_seen_has_gradients_of_0():
     """As in the sinks of a merge: -inf is none, and bottom-right causal rows may see no key."""
     outs = [torch.randn(1, 2, 1, 3, requires_grad=True) for _ in range(2)]
     lses = [torch.tensor([[[float("-inf"), 1.0]]], requires_grad=True) for _ in range(2)]
@@ -117,7 +115,7 @@ def test_a_row_that_no_part_has_seen_has_gradients_of_0() -> None:
     assert not any(grad[:, 0].any() for grad in grads[:2]) and not any(grad[..., 0].any() for grad in grads[2:])
 
 
-def test_online_softmax_in_steps() -> None:
+def test_online_softmax_in_steps():
     scores, values = normal(2, 4, 10), normal(2, 10, 3, seed=1)
     scores[0, 1, :7] = float("-inf")
     scores[1, 2] = float("-inf")
@@ -160,7 +158,7 @@ _X = torch.randn(2, 3, 4, 5)
         ({"backend": np.array(["cpu", "auto"])}, ValueError, "backend: expected one of"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_input(changes, error, message):
     with pytest.raises(error, match=re.escape(message)):
         flashtile.scaled_masked_softmax(**{"x": _X, "mask": None, **changes})
 
@@ -201,7 +199,7 @@ def _finish(dtype: Any) -> Any:
         (lambda: flashtile.logsumexp_merge([_X[0, 0]], [_X]), "outs[0]: expected [batch, seq, heads"),
     ],
 )
-def test_more_bad_input(call: Any, message: str) -> None:
+def test_more_bad_input(call, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
@@ -220,14 +218,14 @@ def functions(backend: str) -> list:
 
 @both_backends
 @pytest.mark.parametrize("which", [0, 1], ids=["masked", "causal"])
-def test_gradients(which: int, backend: str) -> None:
+def test_gradients(which, backend):
     x = normal(2, 1, 2, 3).requires_grad_()
     function = functions(backend)[which]
     assert gradcheck(function, x) and gradgradcheck(function, x)
 
 
 @both_backends
-def test_opcheck(backend: str) -> None:
+def test_opcheck(backend):
     x, mask = normal(2, 1, 2, 3), _MASK.expand(2, 1, 2, 3)
     torch.library.opcheck(torch.ops.flashtile.softmax_forward.default, (x, mask, 0.7, False, backend))
     torch.library.opcheck(torch.ops.flashtile.softmax_forward.default, (x, None, 0.7, True, backend))
