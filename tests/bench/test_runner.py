@@ -206,7 +206,7 @@ def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
 def test_oracle_looks_at_fewer_heads_when_they_are_large(monkeypatch):
     monkeypatch.setitem(oracle._SCORES, "cpu", 1)
     case = Case(2, 32, 8, 4, 8, 8, dtype="fp32")
-    assert oracle._choose_heads(case, CPU).tolist() == [0, 7]
+    assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
     judging = Oracle(case, inputs := make_inputs(case, CPU))
     out = flashtile.attention(inputs.q, inputs.k, inputs.v, backend="reference")
     assert judging.judge("fwd", {"out": out}).why is None
@@ -222,7 +222,7 @@ def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
     assert judging.judge("fwd", {"out": out}).why is not None
 
 
-def test_oracle_checks_heads_with_a_bias_in_every_batch_entry(monkeypatch):
+def test_oracle_checks_heads_in_every_batch_entry(monkeypatch):
     monkeypatch.setitem(oracle._SCORES, "cpu", 1)
     case = Case(3, 32, 8, 4, 8, 8, dtype="fp32", bias="1HSS")
     assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
@@ -233,16 +233,12 @@ def test_oracle_checks_heads_with_a_bias_in_every_batch_entry(monkeypatch):
     assert judging.judge("fwd", {"out": out}).why is not None
 
 
-def test_oracle_counts_the_work_of_documents_one_by_one(monkeypatch):
-    case = Case(2, 96, 4, 2, 8, 8, mask="documents20")
-    monkeypatch.setitem(oracle._SCORES, "cpu", 6 * sum(seq**2 for seq in case.segments))
-    assert oracle._choose_heads(case, CPU).tolist() == [0, 2, 3]
-
-
-def test_oracle_counts_the_work_of_a_packed_batch_by_sequence(monkeypatch):
-    case = packed_case([48, 16], heads=8, head_dim=16, causal=False)
-    monkeypatch.setitem(oracle._SCORES, "cpu", 3 * (48**2 + 16**2))
-    assert oracle._choose_heads(case, CPU).tolist() == [0, 4, 7]
+def test_oracle_counts_the_work_of_documents_and_packed_sequences_one_by_one(monkeypatch):
+    documents = Case(2, 96, 8, 4, 8, 8, mask="documents20")
+    packed = packed_case([48, 16], heads=8, head_dim=16, causal=False)
+    for case, entries, chosen in ((documents, 2 * 2, [0, 2, 3]), (packed, 1, [0, 4, 7])):
+        monkeypatch.setitem(oracle._SCORES, "cpu", 3 * entries * sum(seq**2 for seq in case.segments))
+        assert oracle._choose_heads(case, CPU).tolist() == chosen
 
 
 def test_a_large_plain_computation_is_refused_before_it_starts():
@@ -255,7 +251,7 @@ def test_selecting_implementations():
         implementation.name for implementation in select_implementations(IMPLEMENTATIONS, [], torch.device("cuda"))
     ]
     assert names[:2] == ["flashtile-hopper", "flashtile-triton"] and {"fa4", "torch-varlen"} <= set(names)
-    with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: flashtile-cpu"):
+    with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: .*flashtile-cpu"):
         select_implementations(IMPLEMENTATIONS, ["fa4"], CPU)
 
 

@@ -215,6 +215,11 @@ class Inputs:
     mask: Tensor | None = None
     tables: tuple[Tensor, ...] = ()
 
+    def named(self) -> dict[str, Tensor]:
+        """What may have a gradient, by name."""
+        found = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.bias is None else {"bias": self.bias})
+        return found | {f"table{number}": table for number, table in enumerate(self.tables)}
+
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Random normal inputs, drawn on the device, or what `case.values` makes of them."""

@@ -1,13 +1,12 @@
 """An attention case with its tensors: implementations bound to them, and the fp64 oracle that judges their results.
 
 The oracle is `flashtile.attention(backend="reference")` in float64, and the tolerance is the project's one policy
-(`flashtile.testing`). Whole heads are checked, with every query and key of theirs, because a gradient of k or v
-sums over all queries. If all heads would be too much work, evenly spaced ones are checked, the first and the last of
-the batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on
-a head's index. In a packed batch, the chosen heads of every sequence and every document are checked, one by one. With a
-bias the chosen heads are checked in every batch entry, because its gradient may sum over them. A mask of a function is
-evaluated for every pair that is checked, and a function of scores reads the tables of the chosen heads.
-Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
+(`flashtile.testing`). Whole heads are checked in every batch entry, with every query and key of theirs, because a
+gradient of k or v sums over all queries, and one of a bias over the batch. If all heads would be too much work, evenly
+spaced ones are checked, the first and the last among them. With dropout they are the first heads of the first batch
+entry, since the random bits depend on a head's index. Sequences of a packed batch and documents are computed one by
+one. A mask of a function is evaluated for every pair that is checked, and a function of scores reads the tables of the
+chosen heads. Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ class Bound(base.Bound):
 
     def __init__(self, implementation: Implementation, case: Case, inputs: Inputs) -> None:
         self.implementation = implementation
-        leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | ({} if inputs.bias is None else {"bias": inputs.bias})
-        if masks.learns(case.function):
-            leaves |= {f"table{number}": table for number, table in enumerate(inputs.tables)}
+        learns = masks.learns(case.function)
+        leaves = {name: tensor for name, tensor in inputs.named().items() if learns or not name.startswith("table")}
         change = self._change_layout
         way = Way(implementation.build(case, inputs), change, change, change, change)
         captured = not (implementation.own_dropout and case.dropout_p)
@@ -88,14 +86,10 @@ class Oracle:
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self._case = case
         self._heads = _choose_heads(case, inputs.q.device)
-        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "bias": inputs.bias}
-        tensors |= {f"table{number}": table for number, table in enumerate(inputs.tables)}
-        picked = {name: self._pick(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+        picked = {name: self._pick(name, tensor) for name, tensor in {**inputs.named(), "dout": inputs.dout}.items()}
         exact = {name: tensor.double() for name, tensor in picked.items()}
-        mask = inputs.mask  # of the batch entries of the chosen heads: `[1 or n, 1, 1 or S, keys]`
-        if mask is not None and mask.shape[0] > 1:
-            mask = mask[self._heads // case.Hkv]
-        self._exact, self._eager = (_reference(case, t, inputs.dropout_seed, mask) for t in (exact, picked))
+        seed, mask = inputs.dropout_seed, inputs.mask
+        self._exact, self._eager = (_reference(case, tensors, seed, mask) for tensors in (exact, picked))
 
     def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
         """Compares the tensors of phase "fwd" or "bwd", in flashtile's layout."""
@@ -103,37 +97,28 @@ class Oracle:
         return judge((name, self._pick(name, results[name]), self._exact[name], self._eager[name]) for name in names)
 
     def _pick(self, name: str, tensor: Tensor) -> Tensor:
-        """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`.
-
-        With a bias they are `[B, S, n · heads, D]`; those of the bias are `[1 or B, n · heads, S, S]`, and those of a
-        table `[n, ...]`.
-        """
-        tensor, key_heads = tensor.detach(), self._case.Hkv
-        if name.lstrip("d").startswith("table"):
+        """The chosen key/value heads of a tensor, or the query heads that read them: `[B, S, heads, D]`, of a packed
+        batch `[1, tokens, heads, D]`, of a bias `[1 or B, heads, S, S]`, of a table `[heads, ...]`."""
+        name, tensor = name.removeprefix("d"), tensor.detach()
+        if name.startswith("table"):
             return tensor[self._heads]
-        if name in ("bias", "dbias"):
-            return tensor.unflatten(1, (key_heads, -1))[:, self._heads].flatten(1, 2)
-        grouped = tensor.unflatten(-2, (key_heads, -1))  # [..., Hkv, group or 1, D]
         if self._case.lengths is not None:
-            return grouped.transpose(0, 1)[self._heads]
-        if self._case.dropout_p:
-            return grouped[:1, :, : self._heads.numel()].flatten(2, 3)
-        if self._case.bias is not None:
-            return grouped[:, :, self._heads].flatten(2, 3)
-        batch, head = self._heads // key_heads, self._heads % key_heads
-        return grouped.transpose(1, 2)[batch, head]
+            tensor = tensor[None]
+        elif self._case.dropout_p:
+            tensor = tensor[:1]
+        dim = 1 if name == "bias" else 2
+        grouped = tensor.unflatten(dim, (self._case.Hkv, -1))  # the heads of a group beside one another
+        return grouped.index_select(dim, self._heads).flatten(dim, dim + 1)
 
 
 def _choose_heads(case: Case, device: torch.device) -> Tensor:
-    """Indices of the key/value heads to check: `batch * Hkv + head`, or `head` of a packed batch and with a bias."""
-    batch = case.B if case.lengths is None else 1
+    """Indices of the key/value heads to check."""
     pairs = case.S * case.keys if case.segments is None else sum(seq**2 for seq in case.segments)
-    if case.bias is not None:
-        batch, pairs = 1, pairs * case.B
-    affordable = max(2, _SCORES[device.type] // (pairs * (case.H // case.Hkv)))
+    entries = case.B if case.lengths is None and not case.dropout_p else 1
+    affordable = max(2, _SCORES[device.type] // (entries * pairs * (case.H // case.Hkv)))
     if case.dropout_p:
         return torch.arange(min(affordable, case.Hkv), device=device)
-    return spread(affordable, batch * case.Hkv, device)
+    return spread(affordable, case.Hkv, device)
 
 
 def _reference(
@@ -154,7 +139,7 @@ def _reference(
 def _reference_in_blocks(
     case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None = None, start: int = 0
 ) -> dict[str, Tensor]:
-    """The same for `[n, S, heads, D]`, by blocks of queries. `start`: where this part of the sequence starts."""
+    """The same for `[B, S, heads, D]`, by blocks of queries. `start`: where this part of the sequence starts."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     tables, learns = [name for name in tensors if name.startswith("table")], masks.learns(case.function)
     found = {name: torch.zeros_like(tensors[name[1:]]) for name in ("dq", "dbias") if name[1:] in tensors}
@@ -170,7 +155,7 @@ def _reference_in_blocks(
         shown = _shown(case, rows, keys, mask, q.device, start)
         arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": shown}
         if case.function in masks.SCORES:
-            arguments["score_mod"] = _on_chosen_heads(case, read, rows.start)
+            arguments["score_mod"] = _from_row(rows.start, masks.SCORES[case.function].make(read, case.S))
         out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
         wanted = [*leaves.values(), *(read if learns else ())]
         dq, dk, dv, *more = torch.autograd.grad(out, wanted, tensors["dout"][:, rows])
@@ -186,11 +171,9 @@ def _reference_in_blocks(
     return {"out": torch.cat(outs, 1), **found, **of_sums}
 
 
-def _on_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> masks.ScoreMod:
-    """The case's function for a block of queries: the chosen heads, to which the tables belong, are batch entries."""
-    assert case.function is not None
-    whole = masks.SCORES[case.function].make(tables, case.S)
-    return lambda score, batch, head, q_index, k_index: whole(score, head, batch, q_index + first_row, k_index)
+def _from_row(first: int, whole: masks.ScoreMod) -> masks.ScoreMod:
+    """A function of scores for a block of queries, of which the first is that row of the whole."""
+    return lambda score, batch, head, q_index, k_index: whole(score, batch, head, q_index + first, k_index)
 
 
 def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
