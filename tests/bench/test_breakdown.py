@@ -8,10 +8,9 @@ import torch
 
 from flashtile.bench import breakdown, runner
 from flashtile.bench.base import select_implementations
-from flashtile.bench.breakdown import FUSED, Steps, causal_mask, run_breakdown, scores
+from flashtile.bench.breakdown import BREAKDOWN, FUSED, STANDARD, BreakdownProblem, Steps, causal_mask, scores
 from flashtile.bench.cases import Case
 from flashtile.bench.html import charts
-from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import breakdown_tables, comparison_tables, make_report
 from flashtile.bench.start import UserError
@@ -27,7 +26,6 @@ BACKWARD = ["dout · vᵀ", "dv", "dropout, backward", "softmax, backward", "dq"
 
 @pytest.fixture(autouse=True)
 def short_measuring(monkeypatch):
-    monkeypatch.setattr(breakdown, "_ROUNDS", 1)
     monkeypatch.setattr(runner, "_ROUNDS", 1)
     monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
 
@@ -38,8 +36,7 @@ def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
     case = Case(2, 24, 3, 3, 8, 4, causal=causal, dropout_p=dropout_p, dtype="fp64")
     steps = Steps(case, CPU)
     for _ in range(2):  # as often as they are timed
-        forward = {name: call() for name, call in steps.forward().items()}
-        backward = {name: call() for name, call in steps.backward().items()}
+        found = {name: call() for name, call in steps.calls.items()}
     q, k, v = (tensor.clone().requires_grad_() for tensor in (steps.q, steps.k, steps.v))
     mask = causal_mask(24, torch.float64, CPU) if causal else None
     weights = scores(q, k, mask).softmax(dim=-1)
@@ -47,19 +44,19 @@ def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
         assert 0.6 < steps.keeps.double().mean() < 0.9
         weights = weights * steps.keeps / (1 - dropout_p)
     out = weights @ v
-    assert_same(steps.out, out)
+    assert_same(found["fwd, weights · v"], out)
     expected = torch.autograd.grad(out, (q, k, v), steps.dout)
-    for found, gradient in zip((backward["dq"], backward["dk"], backward["dv"]), expected, strict=True):
-        assert_same(found, gradient)
-    wanted = [name for name in FORWARD if causal or name != "mask"]
-    assert list(forward) == [name for name in wanted if dropout_p or name != "dropout"]
-    assert list(backward) == [name for name in BACKWARD if dropout_p or "dropout" not in name]
+    for name, gradient in zip(("dq", "dk", "dv"), expected, strict=True):
+        assert_same(found[f"bwd, {name}"], gradient)
+    all_steps = [*(f"fwd, {name}" for name in FORWARD), *(f"bwd, {name}" for name in BACKWARD)]
+    wanted = [name for name in all_steps if causal or name != "fwd, mask"]
+    assert list(found) == [name for name in wanted if dropout_p or "dropout" not in name]
 
 
 def test_rows_hold_each_step_and_one_call_of_ours():
     case = Case(1, 64, 2, 2, 16, 16, causal=True, dropout_p=0.1, dtype="fp32")
     chosen = select_implementations(BENCHMARKS["breakdown"].implementations, [], CPU)
-    rows = run_breakdown(case, chosen, CPU, AttentionProblem, 0.0)
+    rows = runner.run_case(case, [STANDARD, *chosen], CPU, BreakdownProblem, 0.0)
     standard = [(row["phase"], row["step"]) for row in rows if row["impl"] == "standard"]
     assert standard == [("fwd", step) for step in FORWARD] + [("bwd", step) for step in BACKWARD]
     ours = [row for row in rows if row["impl"] != "standard"]
@@ -71,9 +68,13 @@ def test_rows_hold_each_step_and_one_call_of_ours():
     json.dumps(rows)
 
 
+def by_hand(impl, phase, step, ms, **more):
+    return {"op": BREAKDOWN, "phase": phase, "impl": impl, "case": CASE.record(), "step": step, "ms": ms, **more}
+
+
 def rows_by_hand():
     times = {("standard", "mask"): 1.0, ("standard", "softmax"): 3.0, ("flashtile-cpu", FUSED): 2.0}
-    return [breakdown._row(CASE, impl, "fwd", step, ms=ms) for (impl, step), ms in times.items()]
+    return [by_hand(impl, "fwd", step, ms) for (impl, step), ms in times.items()]
 
 
 def test_tables_sum_the_steps_and_compare_them_with_one_call():
@@ -85,7 +86,7 @@ def test_tables_sum_the_steps_and_compare_them_with_one_call():
         ["standard, all steps", "4", "100%"],
         ["flashtile-cpu, one call", "2", "50%"],
     ]
-    broken = breakdown._row(CASE, "flashtile-cpu", "bwd", FUSED, ms=None, why="wrong")
+    broken = by_hand("flashtile-cpu", "bwd", FUSED, None, why="wrong")
     report = make_report({"rows": [*rows_by_hand(), broken]})
     assert report.tables == [table] and "flashtile-cpu: wrong" in report.notes[0]
 
@@ -107,13 +108,13 @@ def test_the_page_has_a_chart_of_it():
 @each_case("case", [Case(1, 64, 4, 2, 16, 16), Case(1, 64, 2, 2, 16, 16, window=(8, 0))])
 def test_other_cases_are_refused(case):
     with pytest.raises(UserError, match="expected a dense case"):
-        run_breakdown(case, [], CPU, AttentionProblem)
+        BreakdownProblem(case, CPU)
 
 
 def test_matrices_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
     with pytest.raises(UserError, match=r"take 14 GiB, and 1 are free; take a smaller --batch or --seq"):
-        run_breakdown(breakdown.default_case(CUDA), [], CUDA, AttentionProblem)
+        BreakdownProblem(breakdown.default_case(CUDA), CUDA)
 
 
 def test_the_command_measures_and_prints(tmp_path):
@@ -148,6 +149,6 @@ def test_on_a_gpu():
     case = Case(4, 512, 8, 8, 64, 64, causal=True, dropout_p=0.1)
     chosen = select_implementations(BENCHMARKS["breakdown"].implementations, [], CUDA)
     with runner.side_stream(CUDA):
-        rows = run_breakdown(case, chosen, CUDA, AttentionProblem, 0.02)
+        rows = runner.run_case(case, [STANDARD, *chosen], CUDA, BreakdownProblem, 0.02)
     assert all(row["ms"] is not None or row["impl"] == "flashtile-hopper" for row in rows), rows
     assert any(row["impl"] == "flashtile-triton" for row in rows)

@@ -64,11 +64,11 @@ def test_oracle_is_that_of_the_whole_matrix(case):
     q, k, v = (t.transpose(1, 2).double() for t in (inputs.q, inputs.k, inputs.v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown, enable_gqa=True)
     oracle = Oracle(case, inputs)
-    assert oracle.judge("fwd", {"out": out.transpose(1, 2).float()}).why is None
+    assert oracle.judge({"out": out.transpose(1, 2).float()}).why is None
     hidden = (~shown[0, 0]).nonzero()[0]
     shown[0, 0, hidden[0], hidden[1]] = True
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown, enable_gqa=True)
-    assert oracle.judge("fwd", {"out": out.transpose(1, 2).float()}).why is not None
+    assert oracle.judge({"out": out.transpose(1, 2).float()}).why is not None
 
 
 @pytest.mark.parametrize("case", FLEX, ids=lambda case: case.name)
@@ -83,7 +83,7 @@ def test_flex_computes_the_case(case):
     attend = torch.compile(flex, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         out = attend(*tensors).transpose(1, 2)
-    assert Oracle(case, inputs).judge("fwd", {"out": out}).why is None
+    assert Oracle(case, inputs).judge({"out": out}).why is None
 
 
 def test_flex_that_is_not_compiled_gets_no_speed():

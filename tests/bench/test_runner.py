@@ -16,11 +16,10 @@ from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.commands import command_line, measure
 from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile, hopper_limits, torch_varlen_options
-from flashtile.bench.oracle import AttentionProblem, Oracle
+from flashtile.bench.oracle import AttentionProblem, HostProblem, Oracle
 from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.registry import BENCHMARKS
-from flashtile.bench.runner import run_host_time
-from flashtile.bench.timing import CpuTimer, typical
+from flashtile.bench.timing import CpuTimer, HostTimer, typical
 from flashtile.testing import assert_same
 
 CPU = torch.device("cpu")
@@ -54,8 +53,7 @@ SCORED = [case for case in VARIANTS if case.changes_scores]
 @pytest.fixture(autouse=True)
 def short_measuring(monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
-    monkeypatch.setitem(runner._HOST_ROUNDS, "cpu", 2)
-    monkeypatch.setattr(runner, "_HOST_CALLS", 2)
+    monkeypatch.setattr(HostTimer, "CALLS", 2)
 
 
 def reference(name="flashtile-reference", change=lambda out: out, **options):
@@ -209,17 +207,17 @@ def test_oracle_looks_at_fewer_heads_when_they_are_large(monkeypatch):
     assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
     judging = Oracle(case, inputs := make_inputs(case, CPU))
     out = flashtile.attention(inputs.q, inputs.k, inputs.v, backend="reference")
-    assert judging.judge("fwd", {"out": out}).why is None
+    assert judging.judge({"out": out}).why is None
     out[-1, -1, -1, -1] += 1
-    assert judging.judge("fwd", {"out": out}).why is not None
+    assert judging.judge({"out": out}).why is not None
 
 
 def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
     judging = Oracle(PACKED, inputs := make_inputs(PACKED, CPU))
     out = build_flashtile("reference")(PACKED, inputs)(inputs.q, inputs.k, inputs.v)
-    assert judging.judge("fwd", {"out": out}).why is None
+    assert judging.judge({"out": out}).why is None
     out[48] *= 1.1  # the only row of the second sequence
-    assert judging.judge("fwd", {"out": out}).why is not None
+    assert judging.judge({"out": out}).why is not None
 
 
 def test_oracle_checks_heads_in_every_batch_entry(monkeypatch):
@@ -228,9 +226,9 @@ def test_oracle_checks_heads_in_every_batch_entry(monkeypatch):
     assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
     judging = Oracle(case, inputs := make_inputs(case, CPU))
     out = build_flashtile("reference")(case, inputs)(inputs.q, inputs.k, inputs.v, inputs.bias)
-    assert judging.judge("fwd", {"out": out}).why is None
+    assert judging.judge({"out": out}).why is None
     out[1, -1, -1, -1] += 1
-    assert judging.judge("fwd", {"out": out}).why is not None
+    assert judging.judge({"out": out}).why is not None
 
 
 def test_oracle_counts_the_work_of_documents_and_packed_sequences_one_by_one(monkeypatch):
@@ -251,7 +249,7 @@ def test_selecting_implementations():
         implementation.name for implementation in select_implementations(IMPLEMENTATIONS, [], torch.device("cuda"))
     ]
     assert names[:2] == ["flashtile-hopper", "flashtile-triton"] and {"fa4", "torch-varlen"} <= set(names)
-    with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: .*flashtile-cpu"):
+    with pytest.raises(ValueError, match=r"--impl: no fa4 on cpu; there are: .*flashtile-cpu"):
         select_implementations(IMPLEMENTATIONS, ["fa4"], CPU)
 
 
@@ -388,17 +386,17 @@ def test_implementations_take_turns_to_and_fro(monkeypatch):
 
     entries = []
     for name in "ab":
-        entry = runner.Prepared(reference(name))
+        entry = runner.Prepared(reference(name), AttentionProblem.phases)
         entry.timers = {phase: Recorder(name + phase) for phase in AttentionProblem.phases}
         entries.append(entry)
-    runner._sample_in_turns(entries, 4.0, AttentionProblem.phases)
+    runner._sample_in_turns(entries, 4.0)
     labels = ["afwd", "bfwd", "abwd", "bbwd", "bfwd", "afwd", "bbwd", "abwd"]
     assert order == [(label, 2.0) for label in labels]
 
 
 def test_long_calls_stop_when_their_time_is_used_up():
     calls = []
-    entry = runner.Prepared(reference())
+    entry = runner.Prepared(reference(), AttentionProblem.phases)
     entry.timers = {"fwd": CpuTimer(lambda: calls.append(1))}
     for _ in range(runner._ROUNDS):
         entry.sample("fwd", 0.0)
@@ -437,9 +435,9 @@ def test_host_time_has_three_phases_and_reports_failures():
     def fail(out):
         raise RuntimeError("no")
 
-    rows = run_host_time(SMALL, [reference(), reference("failing", change=fail)], CPU, AttentionProblem)
+    rows = runner.run_case(SMALL, [reference(), reference("failing", change=fail)], CPU, HostProblem)
     assert [row["phase"] for row in rows] == ["fwd-nograd", "fwd", "fwd+bwd"] * 2
-    assert all(row["ms"] > 0 for row in rows[:3])
+    assert all(row["ms"] > 0 and row["tflops"] is None and "timer" not in row for row in rows[:3])
     assert all(row["ms"] is None and row["why"] == "RuntimeError: no" for row in rows[3:])
     options = {"impl": ["sdpa-flash"], "quick": True}
     assert measure("host-time", options)["rows"][0]["op"] == "attention-host"

@@ -22,6 +22,7 @@ from flashtile.bench.companion_cases import OPERATIONS
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import Table, make_report
 from flashtile.bench.start import UserError
+from flashtile.bench.timing import HostTimer
 from flashtile.cli import doctor, warmup
 from flashtile.cli.call import Call
 from flashtile.cli.console import print_table, print_text
@@ -47,8 +48,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machi
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
-    monkeypatch.setitem(runner._HOST_ROUNDS, "cpu", 1)
-    monkeypatch.setattr(runner, "_HOST_CALLS", 1)
+    monkeypatch.setattr(HostTimer, "CALLS", 1)
 
 
 @pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("explain",), ("warmup",), ("bench",)], ids=str)

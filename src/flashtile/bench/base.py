@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashtile import testing
 from flashtile.bench.start import UserError
-from flashtile.bench.timing import Uncaptured, peak_facts
+from flashtile.bench.timing import Timer, Uncaptured, make_timer, peak_facts
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -242,7 +242,8 @@ class Bound(AnyBound):
     def calls(self) -> Mapping[str, Callable[[], Any]]:
         backward = self.backward if self._captured else Uncaptured(self.backward)
         forward = self.forward if self._records else self.forward_without_grad
-        return {"fwd": forward, "bwd": backward, "fwd+bwd": self.forward_backward}
+        calls = {"fwd": forward, "bwd": backward, "fwd+bwd": self.forward_backward}
+        return {**calls, "fwd-nograd": self.forward_without_grad}
 
     def forward(self) -> Tensors:
         """A forward as in training: what the backward needs is kept."""
@@ -264,8 +265,8 @@ class Bound(AnyBound):
         """Runs a phase once on fresh copies of the inputs; outputs, and after a backward gradients (`d` + name)."""
         for constant, source in zip(self._constants, self._own_leaves(), strict=True):
             constant.copy_(source)  # peers that work in place have written over what they were given
-        if phase == "fwd":
-            return self._named_outputs(self.calls["fwd"]())
+        if not phase.endswith("bwd"):
+            return self._named_outputs(self.calls[phase]())
         outputs = self.forward()
         upstream = zip(outputs, self.way.own_upstream(self._inputs.upstream), strict=True)
         # In the strides of the outputs, so that no implementation has to rearrange them first.
@@ -306,6 +307,17 @@ class Problem(ABC):
     def unsupported(self, implementation: Implementation, phase: str) -> str | None:
         """Why an implementation cannot run a phase here, or None."""
         return implementation.reason(self.case, self.device)
+
+    def phases_of(self, implementation: Implementation) -> Sequence[str]:
+        """What is measured of an implementation."""
+        return self.phases
+
+    def labels(self, phase: str) -> dict[str, Any]:
+        """Keys of the rows of a phase, where its name does not say all."""
+        return {}
+
+    def timer(self, call: Callable[[], Any]) -> Timer:
+        return make_timer(call, self.device)
 
     @abstractmethod
     def bind(self, implementation: Implementation) -> Any:

@@ -8,7 +8,6 @@ Shapes: N matrices (batch × heads), S sequence, D head_dim. Steps are the opera
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,17 +17,13 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import DTYPES, Implementation, device_memory, select_named
+from flashtile.bench.base import DTYPES, AnyBound, Implementation, Verdict, device_memory, select_named
 from flashtile.bench.cases import Case
-from flashtile.bench.record import Row
-from flashtile.bench.runner import Announce, ProblemOf, announced, run_case, say_nothing
+from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.start import UserError
-from flashtile.bench.timing import make_timer
 
 #: The operation of these rows, and the step that stands for all of another implementation.
 BREAKDOWN, FUSED = "attention-breakdown", "one call"
-_ROUNDS = 5
-_SECONDS = {"cuda": 0.2, "cpu": 0.4}
 #: Matrices S×S of a step's tensors that are there at once.
 _MATRICES = 7
 
@@ -82,104 +77,101 @@ def chosen_case(given: Mapping[str, Any], device: torch.device) -> list[Case]:
     return [replace(default_case(device), **wanted | ({"causal": False} if given.get("full") else {}))]
 
 
-class Steps:
-    """The steps of standard attention, in the order in which they run, on the tensors of one run."""
+class Steps(AnyBound):
+    """The steps of standard attention, in the order in which they run, on the tensors of one run.
+
+    Attributes:
+        calls: "fwd" or "bwd", and the name of a step -> its call. The mask is added in place; what is hidden stays
+            hidden however often it is.
+
+    Raises:
+        UserError: the case has something else.
+    """
+
+    calls: Mapping[str, Callable[[], Any]] = {}
 
     def __init__(self, case: Case, device: torch.device) -> None:
         if case.window is not None or case.lengths is not None or case.changes_scores or case.H != case.Hkv:
             raise UserError("breakdown: expected a dense case without windows, masks and grouped heads, got another")
         generator = torch.Generator(device).manual_seed(0)
-        rows = case.B * case.H, case.S
+        self.q, self.k, self.v, self.dout = q, k, v, dout = [
+            torch.randn(case.B * case.H, case.S, columns, generator=generator, device=device).to(case.torch_dtype)
+            for columns in (case.D, case.D, case.Dv, case.Dv)
+        ]
+        dropout_p, scale = case.dropout_p, 1 / math.sqrt(case.D)
+        mask = causal_mask(case.S, case.torch_dtype, device) if case.causal else None
+        added = scores(q, k, mask)
+        weights = kept = added.softmax(dim=-1)
 
-        def normal(columns: int) -> Tensor:
-            return torch.randn(*rows, columns, generator=generator, device=device).to(case.torch_dtype)
+        def drop() -> tuple[Tensor, Tensor]:
+            return torch.native_dropout(weights, dropout_p, True)
 
-        self.q, self.k, self.v, self.dout = normal(case.D), normal(case.D), normal(case.Dv), normal(case.Dv)
-        self.dropout_p, self.scale = case.dropout_p, 1 / math.sqrt(case.D)
-        self.mask = causal_mask(case.S, case.torch_dtype, device) if case.causal else None
-        self.scores = scores(self.q, self.k, None)
-        if self.mask is not None:
-            self.scores.add_(self.mask)  # the tensors of the run: afterwards the mask is a step of its own
-        self.weights = self.scores.softmax(dim=-1)
-        self.kept: Tensor = self.weights
-        self.keeps: Tensor | None = None
-        if case.dropout_p:
-            self.kept, self.keeps = self.dropout()
-        self.out = torch.bmm(self.kept, self.v)
-        self.dkept = torch.bmm(self.dout, self.v.transpose(1, 2))
-        self.dweights = self.weight_steps() if case.dropout_p else self.dkept
-        self.dscores = self.score_steps()
+        def drop_backward() -> Tensor:
+            return _aten.native_dropout_backward(dkept, self.keeps, 1 / (1 - dropout_p))
 
-    def forward(self) -> dict[str, Callable[[], Any]]:
-        """Name of a step -> its call. The mask is added in place; what is hidden stays hidden however often it is."""
-        steps: dict[str, Callable[[], Any]] = {"q kᵀ": lambda: scores(self.q, self.k, None)}
-        if self.mask is not None:
-            steps["mask"] = partial(self.scores.add_, self.mask)
-        steps["softmax"] = lambda: self.scores.softmax(dim=-1)
-        if self.dropout_p:
-            steps["dropout"] = self.dropout
-        return {**steps, "weights · v": lambda: torch.bmm(self.kept, self.v)}
+        def softmax_backward() -> Tensor:
+            return _aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
 
-    def backward(self) -> dict[str, Callable[[], Any]]:
-        """The same of the gradients."""
-        steps: dict[str, Callable[[], Any]] = {
-            "dout · vᵀ": lambda: torch.bmm(self.dout, self.v.transpose(1, 2)),
-            "dv": lambda: torch.bmm(self.kept.transpose(1, 2), self.dout),
+        if dropout_p:
+            kept, self.keeps = drop()
+        dkept = dweights = torch.bmm(dout, v.transpose(1, 2))
+        if dropout_p:
+            dweights = drop_backward()
+        dscores = softmax_backward()
+        steps: dict[str, Callable[[], Any] | None] = {
+            "fwd, q kᵀ": lambda: scores(q, k, None),
+            "fwd, mask": None if mask is None else partial(added.add_, mask),
+            "fwd, softmax": lambda: added.softmax(dim=-1),
+            "fwd, dropout": drop if dropout_p else None,
+            "fwd, weights · v": lambda: torch.bmm(kept, v),
+            "bwd, dout · vᵀ": lambda: torch.bmm(dout, v.transpose(1, 2)),
+            "bwd, dv": lambda: torch.bmm(kept.transpose(1, 2), dout),
+            "bwd, dropout, backward": drop_backward if dropout_p else None,
+            "bwd, softmax, backward": softmax_backward,
+            "bwd, dq": lambda: torch.bmm(dscores, k) * scale,
+            "bwd, dk": lambda: torch.bmm(dscores.transpose(1, 2), q) * scale,
         }
-        if self.dropout_p:
-            steps["dropout, backward"] = self.weight_steps
-        return {
-            **steps,
-            "softmax, backward": self.score_steps,
-            "dq": lambda: torch.bmm(self.dscores, self.k) * self.scale,
-            "dk": lambda: torch.bmm(self.dscores.transpose(1, 2), self.q) * self.scale,
-        }
+        self.calls = {name: call for name, call in steps.items() if call is not None}
 
-    def dropout(self) -> tuple[Tensor, Tensor]:
-        return torch.native_dropout(self.weights, self.dropout_p, True)
-
-    def weight_steps(self) -> Tensor:
-        return _aten.native_dropout_backward(self.dkept, self.keeps, 1 / (1 - self.dropout_p))
-
-    def score_steps(self) -> Tensor:
-        return _aten._softmax_backward_data(self.dweights, self.weights, -1, self.weights.dtype)
+    def results(self, phase: str) -> dict[str, Tensor]:
+        self.calls[phase]()
+        return {}
 
 
-def run_breakdown(
-    case: Case,
-    implementations: Sequence[Implementation],
-    device: torch.device,
-    problem: ProblemOf,
-    seconds: float | None = None,
-    announce: Announce = say_nothing,
-) -> list[Row]:
-    """Rows with op "attention-breakdown": `step` names a step of the implementation "standard", or "one call".
+#: What has steps.
+STANDARD = Implementation("standard", build=Steps)
 
-    Args:
-        case: dense, plain or causal, perhaps with dropout.
-        implementations: of one call; a wrong result gets no time.
-        device: where.
-        problem: makes the problem of one call.
-        seconds: time for the samples of each step; None for the device's default.
+
+class BreakdownProblem(AttentionProblem):
+    """Each step of the implementation "standard", and all of a call of the others.
 
     Raises:
-        UserError: the case has something else, is no call of ours, or its matrices do not fit the device's memory.
+        UserError: the case is not dense, plain or causal, perhaps with dropout; or it is no call of ours, or its
+            matrices do not fit the device's memory.
     """
-    seconds = _SECONDS[device.type] if seconds is None else seconds
-    _check_memory(case, device)
-    _check_call(case, device)
-    with announced(announce, "timing steps"):
-        steps = Steps(case, device)
-        rows = [
-            _row(case, "standard", phase, name, **found)
-            for phase, calls in (("fwd", steps.forward()), ("bwd", steps.backward()))
-            for name, found in _times(calls, device, seconds).items()
-        ]
-        del steps
-    for found in run_case(case, implementations, device, problem, seconds, announce):
-        kept = {key: found[key] for key in ("ms", "why", "timer", "error") if key in found}
-        rows.append(_row(case, found["impl"], found["phase"], FUSED, **kept))
-    return rows
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        _check_memory(case, device)
+        _check_call(case, device)
+        self._steps = Steps(case, device)
+        super().__init__(case, device)
+        self.op = BREAKDOWN
+
+    def phases_of(self, implementation: Implementation) -> Sequence[str]:
+        return tuple(self._steps.calls) if implementation is STANDARD else self.phases
+
+    def labels(self, phase: str) -> dict[str, Any]:
+        phase, _, step = phase.partition(", ")
+        return {"phase": phase, "step": step or FUSED}
+
+    def bind(self, implementation: Implementation) -> Any:
+        return self._steps if implementation is STANDARD else super().bind(implementation)
+
+    def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
+        return Verdict(math.nan, None) if bound is self._steps else super().judge(bound, phase, results)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        return {}
 
 
 def _check_call(case: Case, device: torch.device) -> None:
@@ -199,18 +191,3 @@ def _check_memory(case: Case, device: torch.device) -> None:
             f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
             f"{free / 2**30:.0f} are {'free' if device.type == 'cuda' else 'there'}; take a smaller --batch or --seq"
         )
-
-
-def _times(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
-    """Name of a step -> median time and timer; the steps take turns."""
-    timers = {name: make_timer(call, device) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_ROUNDS):
-        for name, timer in timers.items():
-            samples[name] += timer.sample(seconds / _ROUNDS)
-    return {name: {"ms": statistics.median(samples[name]), "timer": timers[name].kind} for name in calls}
-
-
-def _row(case: Case, impl: str, phase: str, step: str, **found: Any) -> Row:
-    nothing = {"tflops": None, "gbps": None, "error": None}
-    return {"op": BREAKDOWN, "phase": phase, "impl": impl, "case": case.record(), "step": step, **nothing, **found}

@@ -32,7 +32,7 @@ from flashtile.bench.record import (
 )
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
-from flashtile.bench.runner import Announce, announced, say_nothing, side_stream
+from flashtile.bench.runner import Announce, announced, run_case, say_nothing, side_stream
 from flashtile.bench.start import UserError
 
 #: Called with index, number of cases and case: before a case is measured with None, and afterwards with its rows.
@@ -77,7 +77,8 @@ def measure(
     with side_stream(device):
         for index, case in enumerate(cases):
             on_case(index, len(cases), case, None)
-            rows = benchmark.run(case, chosen, device, benchmark.problem, given.get("seconds"), announce)
+            measured = [*benchmark.always, *chosen]
+            rows = run_case(case, measured, device, benchmark.problem, given.get("seconds"), announce)
             recorder.add(rows)
             on_case(index, len(cases), case, rows)
     return recorder.record

@@ -12,7 +12,7 @@ chosen heads. Queries go through in blocks, so that no fp64 matrix grows past `_
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -25,12 +25,11 @@ from flashtile.bench import base, masks
 from flashtile.bench.base import Implementation, Tensors, Verdict, Way, judge, spread
 from flashtile.bench.cases import Case, Inputs, make_inputs
 from flashtile.bench.masks import tile_rows
+from flashtile.bench.timing import HostTimer
 from flashtile.bench.values import NORMAL
 
 #: Elements of one fp64 score matrix that the check may hold at once.
 _SCORES = {"cuda": 2**27, "cpu": 2**23}
-
-TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv", "dbias", "dtable0", "dtable1")}
 
 
 class Bound(base.Bound):
@@ -70,14 +69,30 @@ class AttentionProblem(base.Problem):
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
         """An implementation that drops weights by bits of its own is judged by what it computes without dropout."""
         if not (self.case.dropout_p and bound.implementation.own_dropout):
-            return self._oracle(self.case).judge(phase, results)
+            return self._oracle(self.case).judge(results)
         without = replace(self.case, dropout_p=0.0)
         with bound.implementation.context():
             whole = Bound(bound.implementation, without, self._inputs).results(phase)
-        verdict = self._oracle(without).judge(phase, whole)
+        verdict = self._oracle(without).judge(whole)
         if all(torch.equal(results[name], tensor) for name, tensor in whole.items()):
             return Verdict(verdict.error, "wrong result: nothing is dropped")
         return verdict
+
+
+class HostProblem(AttentionProblem):
+    """The host's own time for one call, what a program pays for each small call."""
+
+    phases = ("fwd-nograd", "fwd", "fwd+bwd")
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
+        self.op = f"{case.op}-host"
+
+    def timer(self, call: Callable[[], Any]) -> HostTimer:
+        return HostTimer(call, self.device)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        return {}
 
 
 class Oracle:
@@ -91,10 +106,10 @@ class Oracle:
         seed, mask = inputs.dropout_seed, inputs.mask
         self._exact, self._eager = (_reference(case, tensors, seed, mask) for tensors in (exact, picked))
 
-    def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
-        """Compares the tensors of phase "fwd" or "bwd", in flashtile's layout."""
-        names = [name for name in TENSORS[phase] if name in self._exact]
-        return judge((name, self._pick(name, results[name]), self._exact[name], self._eager[name]) for name in names)
+    def judge(self, results: dict[str, Tensor]) -> Verdict:
+        """Compares an output, and gradients where there are any, in flashtile's layout."""
+        exact, eager = self._exact, self._eager
+        return judge((name, self._pick(name, found), exact[name], eager[name]) for name, found in results.items())
 
     def _pick(self, name: str, tensor: Tensor) -> Tensor:
         """The chosen key/value heads of a tensor, or the query heads that read them: `[B, S, heads, D]`, of a packed

@@ -23,7 +23,7 @@ from flashtile.bench import (
 from flashtile.bench.base import AnyCase, Implementation, select_tables
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Row
-from flashtile.bench.runner import ProblemOf, Run, run_case, run_host_time
+from flashtile.bench.runner import ProblemOf
 
 #: Options of the command line by name, those that were given; of names a list.
 Options = Mapping[str, Any]
@@ -45,7 +45,7 @@ class Benchmark:
         unit: of its speeds; None where it depends on the case (`AnyCase.unit`).
         option: of the command line, that names tables.
         choose: the cases that options choose on a device; None where `option` names tables, and all by default.
-        run: measures a case.
+        always: what is measured beside the implementations, whichever are named.
         needs: implementations whose package is missing are refused, always or where they are named.
     """
 
@@ -57,7 +57,7 @@ class Benchmark:
     unit: str | None = None
     option: str = "table"
     choose: Callable[[Options, torch.device], Sequence[AnyCase]] | None = None
-    run: Run = run_case
+    always: tuple[Implementation, ...] = ()
     needs: str = ""
 
     def cases(self, given: Options, device: torch.device) -> Sequence[AnyCase]:
@@ -101,12 +101,12 @@ BENCHMARKS = {
     "host-time": Benchmark(
         "Host time", {"attention-host": Case}, lambda device: {"all": tables.host_cases(device)},
         _implementations(lambda each: each.name not in ("flex", "sdpa-efficient", "torch-varlen")),
-        oracle.AttentionProblem, run=run_host_time,
+        oracle.HostProblem,
     ),
     "breakdown": Benchmark(
         "Standard attention", {"attention-breakdown": Case}, lambda device: {"all": [breakdown.default_case(device)]},
-        _implementations(lambda each: each.ours), oracle.AttentionProblem, choose=breakdown.chosen_case,
-        run=breakdown.run_breakdown,
+        _implementations(lambda each: each.ours), breakdown.BreakdownProblem, choose=breakdown.chosen_case,
+        always=(breakdown.STANDARD,),
     ),
 }  # fmt: skip
 _BY_OPERATION = {op: benchmark for benchmark in BENCHMARKS.values() for op in benchmark.operations}

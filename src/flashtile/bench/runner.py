@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import sys
 import threading
 import time
@@ -17,9 +16,8 @@ from typing import Any
 
 import torch
 
-from flashtile.bench.base import Implementation
 from flashtile.bench.record import Row
-from flashtile.bench.timing import Timer, WrongReplayError, make_timer, typical
+from flashtile.bench.timing import Timer, WrongReplayError, typical
 
 #: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
 _ROUNDS = 6
@@ -35,8 +33,6 @@ _SLOW = 60.0
 ProblemOf = Callable[[Any, torch.device], Any]
 #: Called with what begins now.
 Announce = Callable[[str], None]
-#: Measures a case, as `run_case` does.
-Run = Callable[[Any, Sequence[Implementation], torch.device, ProblemOf, float | None, Announce], list[Row]]
 
 
 def say_nothing(what: str) -> None:
@@ -68,6 +64,7 @@ class Prepared:
     """An implementation with its own copy of a case's tensors, called once and judged."""
 
     implementation: Any
+    phases: Sequence[str]
     bound: Any = None
     errors: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
@@ -76,12 +73,12 @@ class Prepared:
     samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def time(self, phase: str, device: torch.device) -> None:
+    def time(self, phase: str, problem: Any) -> None:
         """Makes the timer of a phase; there is none where a CUDA graph of it is wrong."""
         with self.implementation.context():
             facts = self.bound.facts(phase)
             try:
-                self.timers[phase] = make_timer(self.bound.calls[phase], device)
+                self.timers[phase] = problem.timer(self.bound.calls[phase])
             except WrongReplayError as error:
                 self.why[phase] = str(error)
             else:
@@ -140,19 +137,19 @@ def _measure(
             with announced(announce, f"checking {each.name}"):
                 entries.append(_prepare(each, problem))
     for entry in entries:
-        for phase in problem.phases:
+        for phase in entry.phases:
             if phase not in entry.why and entry.bound is not None:
                 with announced(announce, f"timing {entry.implementation.name} {phase}"):
-                    entry.time(phase, device)
+                    entry.time(phase, problem)
     with announced(announce, "taking samples"):
-        _sample_in_turns(entries, _SECONDS[device.type] if seconds is None else seconds, problem.phases)
-    return [_row(entry, problem, case, phase) for entry in entries for phase in problem.phases]
+        _sample_in_turns(entries, _SECONDS[device.type] if seconds is None else seconds)
+    return [_row(entry, problem, case, phase) for entry in entries for phase in entry.phases]
 
 
-def _sample_in_turns(entries: list[Prepared], seconds: float, phases: Sequence[str]) -> None:
+def _sample_in_turns(entries: list[Prepared], seconds: float) -> None:
     """Samples of one phase from each implementation in turn, to and fro, so that none always follows the same one."""
     for turn in range(_ROUNDS):
-        for phase in phases:
+        for phase in dict.fromkeys(phase for entry in entries for phase in entry.phases):
             for entry in entries if turn % 2 == 0 else entries[::-1]:
                 entry.sample(phase, seconds)
 
@@ -163,10 +160,10 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _prepare(implementation: Any, problem: Any) -> Prepared:
-    entry = Prepared(implementation)
-    reasons = {phase: problem.unsupported(implementation, phase) for phase in problem.phases}
+    entry = Prepared(implementation, problem.phases_of(implementation))
+    reasons = {phase: problem.unsupported(implementation, phase) for phase in entry.phases}
     entry.why = {phase: reason for phase, reason in reasons.items() if reason is not None}
-    phases = [phase for phase in problem.phases if phase not in entry.why]
+    phases = [phase for phase in entry.phases if phase not in entry.why]
     for index, phase in enumerate(phases):
         try:
             with implementation.context():
@@ -190,70 +187,17 @@ def _row(entry: Prepared, problem: Any, case: Any, phase: str) -> Row:
     row: Row = {
         "op": problem.op, "phase": phase, "impl": entry.implementation.name, "case": case.record(), "ms": None,
         "tflops": None, "gbps": None, "error": error if error is not None and math.isfinite(error) else None,
+        **problem.labels(phase),
     }  # fmt: skip
     if phase in entry.why:
         return {**row, "why": entry.why[phase]}
     kind = entry.timers[phase].kind
     ms = typical(entry.samples[phase], kind)
-    return {**row, "ms": ms, **problem.speed(phase, ms), **entry.facts[phase], "timer": kind}
+    found = {**row, "ms": ms, **problem.speed(phase, ms), **entry.facts[phase]}
+    return {**found, "timer": kind} if kind else found
 
 
 def describe(error: Exception) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-
-
-#: Phases of host time, calls between two synchronisations, and how often they are made.
-HOST_PHASES = ("fwd-nograd", "fwd", "fwd+bwd")
-_HOST_CALLS = 20
-_HOST_ROUNDS = {"cuda": 60, "cpu": 10}
-
-
-def run_host_time(
-    case: Any,
-    implementations: Iterable[Implementation],
-    device: torch.device,
-    problem: ProblemOf,
-    seconds: float | None = None,
-    announce: Announce = say_nothing,
-) -> list[Row]:
-    """The host's own time for one call, what a program pays for each small call, whatever the GPU does: rows whose op
-    ends in "-host", with `ms` per call.
-
-    Calls are enqueued back to back on an idle device, few enough between two synchronisations that its queue never
-    fills and makes the host wait. On a CPU the computation is part of the call, and so of the figure.
-    """
-    rows: list[Row] = []
-    prepared = problem(case, device)
-    for each in implementations:
-        times: dict[str, float] = {}
-        reason = prepared.unsupported(each, "fwd")
-        if reason is None:
-            try:
-                with announced(announce, f"timing {each.name}"), each.context():
-                    bound = prepared.bind(each)
-                    bound.results("bwd")
-                    calls = bound.forward_without_grad, bound.forward, bound.forward_backward
-                    times = {phase: _host_ms(call, device) for phase, call in zip(HOST_PHASES, calls, strict=True)}
-            except Exception as error:  # a fact about this implementation, for the record
-                reason = describe(error)
-        row = {"op": f"{prepared.op}-host", "phase": "", "impl": each.name, "case": case.record()}
-        more = {"tflops": None, "gbps": None, "error": None, **({} if reason is None else {"why": reason})}
-        rows += [{**row, "phase": phase, "ms": times.get(phase), **more} for phase in HOST_PHASES]
-    return rows
-
-
-def _host_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """Median over rounds of the time to enqueue one call."""
-    for _ in range(5):
-        call()
-    samples = []
-    for _ in range(_HOST_ROUNDS[device.type]):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(_HOST_CALLS):
-            call()
-        samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e3)
-    return statistics.median(samples)

@@ -116,6 +116,31 @@ class CpuTimer:
         return samples
 
 
+class HostTimer:
+    """Times what the host does for a call: calls are enqueued back to back on an idle device, few enough between two
+    synchronisations that its queue never fills and makes the host wait. On a CPU the computation is part of the call.
+    Records say no `timer`."""
+
+    kind = ""
+    CALLS, ROUNDS = 20, 10
+
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+        self._function, self._device = function, device
+        for _ in range(_ESTIMATE_CALLS):
+            function()
+
+    def sample(self, seconds: float) -> list[float]:
+        return [self._round() for _ in range(self.ROUNDS if self._device.type == "cuda" else 1)]
+
+    def _round(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(self.CALLS):
+            self._function()
+        return (time.perf_counter() - start) / self.CALLS * 1e3
+
+
 def time_calls(function: Callable[[], Any], calls: int, device: torch.device | None = None) -> list[float]:
     """Milliseconds of each of some calls, on a GPU between CUDA events on the current stream; the host runs ahead."""
     if device is not None and device.type != "cuda":
