@@ -21,9 +21,10 @@ from flashtile import io_model
 from flashtile._backends.launch import clear_plans
 from flashtile.bench.record import Record, command_line, make_record
 from flashtile.bench.timing import EventTimer
+from flashtile.ops.attention.gpu import tile_configs
+from flashtile.ops.attention.gpu.tile_tables import TileConfig
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.triton import launch, plan
-from flashtile.ops.attention.triton.tile_tables import TileConfig
+from flashtile.ops.attention.triton import launch
 
 _BLOCKS = (16, 32, 64, 128)
 _BLOCK_K, _STAGES, _SECONDS = 64, 2, 0.5
@@ -74,12 +75,12 @@ def make_call(
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         return launch.forward(q, k, v, side, spec)
 
-    from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles_of(block_q)
+    from_tables, tile_configs.choose_tiles = tile_configs.choose_tiles, lambda *_: tiles_of(block_q)
     clear_plans()
     try:
         call()  # the plan, which is remembered from now on
     finally:
-        plan.choose_tiles = from_tables
+        tile_configs.choose_tiles = from_tables
     return call
 
 

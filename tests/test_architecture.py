@@ -114,12 +114,6 @@ WITHIN_OPERATION = {
     "hopper": {"call", "gpu", "spec"},
     "split": {"call", "spec"},
 }
-#: What the Hopper kernels take from the portable ones: the gradient of a bias that they do not serve themselves.
-PORTABLE_BIAS_GRADIENT = {
-    "triton.backend.describe_bias_gradient",
-    "triton.launch.backward_bias",
-    "triton.launch.plan_bias_gradient",
-}
 #: What kernels of one operation take from another's: the vocabulary of the Hopper kernels.
 HOPPER_VOCABULARY = "attention.hopper.primitives"
 #: A plan that chooses between packages of kernels, and between these and the forward of attention.
@@ -244,8 +238,6 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     if ".".join(module[2:]) == PLAN_OF_CACHES and name[3] == "hopper":
         return ""
     if part == "select" and name[4:5] == ["backend"]:
-        return ""
-    if part == "hopper" and ".".join(name[3:]) in PORTABLE_BIAS_GRADIENT:
         return ""
     if name[3] == part or name[3] in WITHIN_OPERATION[part]:
         return ""
@@ -410,7 +402,7 @@ def test_a_modifier_is_known_where_it_is_applied(modifier):
         for path in attention.rglob("*.py")
         if any(modifier in name for name in identifiers(parsed(path)))
     }
-    assert {"spec", "reference", "cpu/scores", "triton/scores"} <= naming
+    assert {"spec", "reference", "cpu/scores", "gpu/scores"} <= naming
     assert not naming & PASS_ON, "hand on all side inputs alike, by the fields of their NamedTuples"
     assert len(naming) <= MAX_FILES_OF_A_MODIFIER, sorted(naming)
 

@@ -3,7 +3,7 @@
     python tools/tune_attention.py --output tiles.json [--kernels forward dq dkdv] [--head-dims 64 128 256]
 
 Prints, for each kernel, head size and mask, the configurations from fast to slow. A person copies the winner, with
-its reason, into `flashtile/ops/attention/triton/configs.py`; nothing is tuned on a user's machine. Every
+its reason, into `flashtile/ops/attention/gpu/tile_configs.py`; nothing is tuned on a user's machine. Every
 configuration must give the gradients and outputs of the first one before its time counts. Kernels of the backward are
 timed in the whole of it, where all other kernels are as the tables have them.
 """
@@ -26,9 +26,10 @@ from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import KernelSource, clear_plans, compile_kernel
 from flashtile.bench.timing import make_timer
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
+from flashtile.ops.attention.gpu import plan, tile_configs
+from flashtile.ops.attention.gpu.tile_tables import TileConfig
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
-from flashtile.ops.attention.triton import launch, plan
-from flashtile.ops.attention.triton.tile_tables import TileConfig
+from flashtile.ops.attention.triton import launch
 from flashtile.ops.common.tiles import tile_width
 
 TOKENS, HIDDEN = 16384, 2048
@@ -59,13 +60,13 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
 @contextmanager
 def with_tiles(kernel: str, tiles: TileConfig) -> Iterator[None]:
     """Plans take these tiles for a kernel in the place of the table's."""
-    from_tables = plan.choose_tiles
-    plan.choose_tiles = lambda name, *given: tiles if name == kernel else from_tables(name, *given)
+    from_tables = tile_configs.choose_tiles
+    tile_configs.choose_tiles = lambda name, *given: tiles if name == kernel else from_tables(name, *given)
     clear_plans()
     try:
         yield
     finally:
-        plan.choose_tiles = from_tables
+        tile_configs.choose_tiles = from_tables
         clear_plans()
 
 
@@ -82,8 +83,7 @@ def describe(kernel: str, q: torch.Tensor, causal: bool) -> Call:
 
 def source_of(kernel: str, call: Call, tiles: TileConfig) -> KernelSource:
     """The launch with these tiles. It says nothing of lengths that they divide."""
-    with with_tiles(kernel, tiles):
-        return plan.kernel_for(kernel, call).kernel.source
+    return plan.plan_kernel(launch.KERNELS[kernel], kernel, tiles, call).kernel.source
 
 
 def compile_one(task) -> tuple[int, int] | None:

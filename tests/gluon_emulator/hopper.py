@@ -58,6 +58,7 @@ class EmulatedHopper:
         self._resident = multiprocessors - held
         self._lots = random.Random(seed)
         self._memory = Memory()
+        self._made: dict[str, Tensor] = {}  # by the last pipeline
         self._counter = torch.zeros(2, dtype=torch.int32)
         self.modules = _copies()
         machine = HOPPER._replace(multiprocessors=multiprocessors)
@@ -67,7 +68,6 @@ class EmulatedHopper:
             "describe_call": functools.partial(describe_call, machine=machine),
             "describe_backward": lambda *given: describe_backward(*given)._replace(machine=machine),
             "tile_counter": lambda device: self._counter,
-            "backward_bias": _bias_gradient,
             "multiprocessors": lambda device: multiprocessors,
         }
         for module in self.modules.values():
@@ -79,8 +79,11 @@ class EmulatedHopper:
         assert not self._counter.any(), "a launch left its counter behind"
         return result
 
-    def backward(self, *arguments: Any) -> Any:
-        return self.call(self.modules["launch"].backward, *arguments)
+    def backward(self, inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Any:
+        gradients = self.call(self.modules["launch"].backward, inputs, side, spec, wanted)
+        if "row_statistics" not in self._made:
+            return gradients
+        return gradients._replace(bias=_bias_gradient(inputs, self._made["row_statistics"], side, spec))
 
     def latent(self, call: SplitCall, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Attention over a latent cache. `arguments`: q, the cache, the tensors of `rows.Sequences` as they are, and
@@ -106,6 +109,14 @@ class EmulatedHopper:
                 plan.launch = functools.partial(self._note, plan.source.function.__name__)
             elif plan.programs:
                 plan.launch = functools.partial(self._launch_plan, plan)
+        run = pipeline.run
+
+        def run_and_keep(*given: Any) -> list[Any]:
+            made = run(*given)
+            self._made = dict(zip(pipeline.outputs, made))
+            return made
+
+        pipeline.run = run_and_keep
         return pipeline
 
     def _note(self, name: str, *given: Any) -> None:
@@ -159,7 +170,7 @@ class _EmulatedTensor(TmaTensor):
 
 
 #: The portable kernels of a pipeline, whose language this is not.
-_PORTABLE = ("shares", "bias_sum", "combine")
+_PORTABLE = ("shares", "dbias", "bias_sum", "combine")
 
 
 class _EmulatedPipeline(Pipeline):
@@ -193,9 +204,7 @@ def _combined(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> tuple[Ten
     return out.to(dtype), torch.logsumexp(parts_lse * math.log(2), 0)
 
 
-def _bias_gradient(
-    dout: Tensor, inputs: BackwardInputs, statistics: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Tensor:
+def _bias_gradient(inputs: BackwardInputs, statistics: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """In the place of the portable kernel, whose language this is not: the reference, with lse and delta from the
     kernels' statistics."""
     assert side.bias is not None
@@ -206,6 +215,8 @@ def _bias_gradient(
         seen = lse > float("-inf")
         errors = (statistics[..., 0] - lse / math.log(2)).abs()[seen]
         assert not (errors > 0.05).any(), "statistics are not those of the scores"
+        # Rows that see no key have no part in the gradient, whatever their dout is.
+        dout = inputs.dout.masked_fill(~seen.transpose(-1, -2)[..., None], 0)
         dlse = (out * dout).sum(-1).transpose(-1, -2) - statistics[..., 1]
         upstream = dout.double(), dlse.masked_fill(~seen, 0)
         gradients = reference.backward(BackwardInputs(*upstream, *wide, out, lse), exact, spec, Wanted(bias=True))

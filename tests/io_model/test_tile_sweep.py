@@ -33,7 +33,7 @@ def test_tiles_are_those_asked_for_and_give_the_result(tile_sweep, caplog, block
     inputs = tile_sweep.make_inputs(SHAPE, device)
     with caplog.at_level("INFO", logger="flashtile.select"):
         out = tile_sweep.make_call(inputs, block_q, SHAPE.causal)()[0]
-    assert tile_sweep.plan.choose_tiles.__name__ == "choose_tiles", "the tables serve again"
+    assert tile_sweep.tile_configs.choose_tiles.__name__ == "choose_tiles", "the tables serve again"
     (made,) = [record.message for record in caplog.records]
     assert f"BLOCK_M={block_q}," in made
     oracle, eager = (

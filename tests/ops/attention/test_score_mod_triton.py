@@ -159,7 +159,7 @@ WITH_GRADIENTS = ("tables", "narrow", "buckets", "few", "constant")
 @pytest.fixture
 def waves_of_three(monkeypatch):
     """Few sums, so that small calls come in several waves, the last one with thread blocks to spare."""
-    scores = pytest.importorskip("flashtile.ops.attention.triton.scores")
+    scores = pytest.importorskip("flashtile.ops.attention.gpu.scores")
     monkeypatch.setattr(scores, "_MEMORY", 0)
     monkeypatch.setattr(scores, "_LEAST_SLOTS", 3)
     clear_plans()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile._backends.devices import INTERPRETER, KNOWN_DEVICES, DeviceFacts
-from flashtile.ops.attention.triton.configs import (
+from flashtile.ops.attention.gpu.tile_configs import (
     TileKey,
     choose_tiles,
     dot_precision,
@@ -16,7 +16,7 @@ from flashtile.ops.attention.triton.configs import (
     drops_masks,
     shared_memory,
 )
-from flashtile.ops.attention.triton.tile_tables import TileConfig
+from flashtile.ops.attention.gpu.tile_tables import TileConfig
 from flashtile.ops.common.tiles import tile_width
 
 _LENGTHS = ("short", "medium", "long")

@@ -14,9 +14,9 @@ import torch.utils.checkpoint
 import flashtile
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import checks
+from flashtile.ops.attention.gpu import plan as triton_plan
 from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.triton import launch
-from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, combined, parameters
 from support.running.covering import turns
@@ -50,14 +50,14 @@ _SHORT = combined(*(name for name, case in PAIRS.items() if not _short(case)))
 def test_interpreted_kernel_of_short_sequences(case, programs, monkeypatch):
     """One kernel computes all gradients; in 16 bits, so that there is one. With few programs each goes through several
     heads or sequences."""
-    kernel_for = triton_plan.kernel_for
+    plan_kernel = triton_plan.plan_kernel
 
-    def whole(kernel: str, call: Any) -> Any:
-        found = kernel_for(kernel, call)
-        assert kernel == "forward" or found.all_gradients
+    def whole(*arguments: Any) -> Any:
+        found = plan_kernel(*arguments)
+        assert found.name in ("forward", "short_backward")
         return found
 
-    monkeypatch.setattr(launch, "kernel_for", whole)
+    monkeypatch.setattr(launch, "plan_kernel", whole)
     monkeypatch.setattr(reductions, "_FILLING", programs)
     clear_plans()
     check(replace(case, dtype=torch.float16), "triton")

@@ -30,11 +30,12 @@ from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
+from flashtile.ops.attention.gpu.plan import PortableKernel, plan_kernel
+from flashtile.ops.attention.gpu.tile_configs import KernelName, kernel_tiles
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.configs import HopperConfig, forward_config
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
-from flashtile.ops.attention.triton import plan as triton_plan
-from flashtile.ops.attention.triton.configs import KernelName
+from flashtile.ops.attention.triton import launch as triton_launch
 from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs
 from support.compilation.control_flow import wrong_code
 from support.running.selection import full_name
@@ -350,10 +351,12 @@ def described_call(phase: Phase, call: Call, device: DeviceFacts, multiprocessor
     )
 
 
-def plan(kernel: KernelName, device: DeviceFacts, call: Call) -> triton_plan.AttentionKernel:
+def plan(kernel: KernelName, device: DeviceFacts, call: Call) -> PortableKernel:
     """A portable kernel of a call on `device`."""
     phase: Phase = "backward" if kernel in ("dq", "dkdv", "dbias") else kernel  # type: ignore[assignment]
-    return triton_plan.kernel_for(kernel, described_call(phase, call, device))
+    described = described_call(phase, call, device)
+    name, tiles = kernel_tiles(kernel, described)
+    return plan_kernel(triton_launch.KERNELS[name], name, tiles, described)
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], row_stride: int | None = None) -> TensorFacts:

@@ -126,7 +126,7 @@ def derivative_source(
     sums)`: the gradient of the score. `hidden`: the pairs whose derivative does not count. `summed`: for which captured
     tensors the function adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's
     task. `in_order`: these are the sums of the thread blocks of a wave, one after another, and each adds to its own
-    (`triton/scores`)."""
+    (`gpu/scores`)."""
     gradient = derivative(text, torch.float32)
     writer = ScoreWriter(gradient.program, bounds)
     lines = list(writer.lines)

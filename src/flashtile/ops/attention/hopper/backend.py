@@ -9,6 +9,7 @@ import torch
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu.schedule import SHORT, length_class
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
+from flashtile.ops.attention.gpu.tile_configs import describe_kernel, kernel_tiles
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import separate_configs as float32_configs
 from flashtile.ops.attention.hopper.backward_configs import dq_epilogue
@@ -26,7 +27,6 @@ from flashtile.ops.attention.hopper.separate_configs import (
     wide_shared_memory,
 )
 from flashtile.ops.attention.spec import FP8
-from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.common.backends import Backend
 
 #: The kernel ahead of those of float32.
@@ -185,7 +185,7 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
         return (main,)
     if backward_configs.serves_bias_gradient(cut, configs.moves_by_tma(call.aux.bias, call.dtype)):
         return main, _describe_bias_gradient(call)
-    return main, *describe_bias_gradient(call)
+    return main, describe_kernel(*kernel_tiles("dbias", call), call)
 
 
 def _warps(consumers: int) -> str:

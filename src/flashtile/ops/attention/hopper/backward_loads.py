@@ -286,7 +286,6 @@ def backward_pipeline(
     scratch: dict[str, int],
     *,
     dbias: Layout | None = None,
-    row_statistics: Layout | None = None,
     more: dict[str, Layout | None],
     zeroed: tuple[str, ...] = (),
 ) -> Pipeline:
@@ -295,7 +294,7 @@ def backward_pipeline(
     Args:
         gradients: layouts of dq, and of dk and dv in `shares`.
         scratch: sizes of parts in numbers of 32 bits, without masked_dout.
-        dbias, row_statistics: of a bias that learns: its gradient, or what the portable kernel computes that from.
+        dbias: the gradient of a bias that learns.
         more: what kernels leave for one another beside these.
         zeroed: outputs that are zeros at the start.
     """
@@ -311,7 +310,7 @@ def backward_pipeline(
         call.device,
         kernels,
         ("q", "k", "v", "out", "dout", "lse", "dlse", *aux_buffers(call)),
-        {**outputs, "dbias": dbias, **learned, "row_statistics": row_statistics, **more},
+        {**outputs, "dbias": dbias, **learned, **more},
         {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, "order": 0, **scratch},
         zeroed,
     )

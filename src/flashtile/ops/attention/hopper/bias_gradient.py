@@ -21,7 +21,7 @@ the mask hides it. `load_tiles` finds those that have, and publishes each to the
 publishes key tiles. The order stays fixed.
 
 A score function's derivative is no part of this, because the bias is added after the function. The portable kernel
-(`triton.bias_gradient`) serves biases that TMA does not bring.
+(`gpu.bias_gradient`) serves biases that TMA does not bring.
 """
 
 import math

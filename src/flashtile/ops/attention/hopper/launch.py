@@ -19,6 +19,7 @@ from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, contiguous_on_16_bytes, positive_scale
+from flashtile.ops.attention.gpu.plan import plan_bias_gradient
 from flashtile.ops.attention.gpu.reductions import (
     bias_sum_kernel,
     gradients_without_keys,
@@ -48,7 +49,6 @@ from flashtile.ops.attention.spec import (
     Wanted,
     out_dtype,
 )
-from flashtile.ops.attention.triton.launch import backward_bias, plan_bias_gradient
 from flashtile.ops.common.checks import check_programs
 
 #: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
@@ -107,7 +107,7 @@ def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, want
     side = with_aligned_lists(side)
     inputs = BackwardInputs(dout, dlse, q, k, v, contiguous_on_16_bytes(out), lse)
     plan = plan_backward(describe_backward(inputs, side, spec, wanted))
-    grads = plan.runner(AuxForm.from_side(side), spec, wanted)(inputs, aux_tensors(side))
+    grads = plan.runner(AuxForm.from_side(side), wanted)(inputs, aux_tensors(side))
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
@@ -118,7 +118,7 @@ def prepare_backward(
     dout, _, q, k, v, *_ = inputs
     if not (_preparable(k, v, side, spec) and q.numel() and k.numel() and v.numel() and aligned(dout)):
         return None
-    return plan_backward(describe_backward(inputs, side, spec, wanted)).runner(AuxForm.from_side(side), spec, wanted)
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).runner(AuxForm.from_side(side), wanted)
 
 
 def backward_plans(
@@ -128,7 +128,7 @@ def backward_plans(
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
     inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
-    return plan_backward(describe_backward(inputs, side, spec, wanted)).launches
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).pipeline.launches
 
 
 def _preparable(k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
@@ -246,7 +246,7 @@ def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
 
 
 #: The outputs of a backward from which gradients of side inputs follow.
-_LEARNED = ("dbias", "slope_sums", "logit_sums", "row_statistics")
+_LEARNED = ("dbias", "slope_sums", "logit_sums")
 
 
 class BackwardPlan(NamedTuple):
@@ -254,17 +254,11 @@ class BackwardPlan(NamedTuple):
 
     Attributes:
         pipeline: its first outputs are dq, dk and dv.
-        portable_bias: the launches of the portable kernel that computes the gradient of a bias from row_statistics.
     """
 
     pipeline: Pipeline
-    portable_bias: tuple[Plan, ...] = ()
 
-    @property
-    def launches(self) -> tuple[Plan, ...]:
-        return self.pipeline.launches + self.portable_bias
-
-    def runner(self, form: AuxForm, spec: AttentionSpec, wanted: Wanted) -> Callable[[BackwardInputs, Aux], Gradients]:
+    def runner(self, form: AuxForm, wanted: Wanted) -> Callable[[BackwardInputs, Aux], Gradients]:
         """The function that enqueues the kernels. Gradients that are not wanted are None."""
         run_kernels, captured_gradients = self.pipeline.run, (None,) * len(wanted.captured)
         learns = any(name in self.pipeline.outputs for name in _LEARNED)
@@ -275,21 +269,11 @@ class BackwardPlan(NamedTuple):
             made = run_kernels(*given, 0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux])
             if not learns:
                 return Gradients(made[0], made[1], made[2], captured=captured_gradients)
-            learned = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
+            found, side = dict(zip(self.pipeline.outputs, made)), form.side(aux)
+            learned = learned_gradients(found, side, wanted, side.cu_seqlens_k)
             return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
 
         return run
-
-    def _side_gradients(
-        self, made: list[Tensor], inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-    ) -> dict[str, Tensor | None]:
-        """The gradients of side inputs, by the fields of `Gradients`. `made`: as of `Pipeline.run`."""
-        found = dict(zip(self.pipeline.outputs, made))
-        if "row_statistics" in found:
-            dout, masked = inputs.dout, self.pipeline.scratch_part(made, "masked_dout")
-            read = dout if masked is None else masked.view(dout.dtype)[: dout.numel()].view(dout.shape)
-            found["dbias"] = backward_bias(read, inputs, found["row_statistics"], side, spec)
-        return learned_gradients(found, side, wanted, side.cu_seqlens_k)
 
 
 @plan_cache
@@ -307,7 +291,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     kernels = {"begin": begin, "main": main_kernel(call, schedule)}
     if schedule.adds_up:
         kernels["end"] = end_kernel(call, schedule)
-    dbias = parts = None
+    dbias = parts = row_statistics = None
     if config.bias_stored and bias is not None:
         dbias = Layout(bias.shape, padded_strides(bias.shape), bias.dtype)
     elif sums_bias and bias is not None:
@@ -317,6 +301,12 @@ def plan_backward(call: Call) -> BackwardPlan:
         if work.parts > 1:
             kernels["bias_sum"] = bias_sum_kernel(work.parts, bias)
             parts = contiguous((work.parts, *bias.shape), torch.float32)
+    elif portable and bias is not None:
+        read = "masked_dout" if call.may_hide_rows else "dout"
+        found = plan_bias_gradient(call, statistics_ptr="row_statistics", dout_ptr=read)
+        kernels |= found.kernels
+        dbias, parts = found.outputs["dbias"], found.outputs.get("bias_parts")
+        row_statistics = contiguous((*call.lse_shape, 4), torch.float32)
     # The main kernel stores the gradients of the scores that it computes.
     all_stored = not (call.spec.banded or call.aux.key_lengths is not None or call.spec.block_shape is not None)
     sizes = {name: math.prod(shape) for name, shape in scratch_shapes(call, schedule).items()}
@@ -329,9 +319,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     }
     pipeline = backward_pipeline(
         call, kernels, gradient_layouts(call, schedule.shares), schedule.shares, sizes,
-        dbias=dbias,
-        row_statistics=contiguous((*call.lse_shape, 4), torch.float32) if portable else None,
-        more={"bias_parts": parts},
+        dbias=dbias, more={"row_statistics": row_statistics, "bias_parts": parts},
         zeroed=("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias"),
     )  # fmt: skip
-    return BackwardPlan(pipeline, plan_bias_gradient(call).launches if portable else ())
+    return BackwardPlan(pipeline)

@@ -22,13 +22,11 @@ Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttentio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.bias_gradient import store_part
-from flashtile.ops.attention.triton.scores import (
+from flashtile.ops.attention.gpu.bias_gradient import store_part
+from flashtile.ops.attention.gpu.scores import (
     Modifiers,
     ScoreFunction,
     TableColumns,
@@ -47,7 +45,7 @@ from flashtile.ops.attention.triton.scores import (
     uncapped_gradient,
     wave_program,
 )
-from flashtile.ops.attention.triton.tiles import (
+from flashtile.ops.attention.gpu.tiles import (
     LOG2_E,
     TileRanges,
     head_pointer,
@@ -61,26 +59,6 @@ from flashtile.ops.attention.triton.tiles import (
     valid_keys,
     visible_pairs,
 )
-
-
-class RowTensors(NamedTuple):
-    """Pointers to tensors with something for each query, of the dq kernel.
-
-    Attributes:
-        out, dout, lse, dlse: what the forward wrote, and the gradients of that; `dlse` may be None.
-        statistics: where it writes lse in units of log2, delta and, with sinks, the delta of these.
-        slope_sums: where ALiBi's slopes want a gradient: what each row adds to it, in the shape of lse.
-        quiet: where rows may see no key: dout for the other kernels, in the layout of out, with zeros in these rows,
-            whose weights of 0 would not stop NaN there.
-    """
-
-    out: Any
-    dout: Any
-    lse: Any
-    dlse: Any
-    statistics: Any
-    slope_sums: Any
-    quiet: Any
 
 
 @triton.jit

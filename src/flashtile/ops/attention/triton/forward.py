@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.scores import (
+from flashtile.ops.attention.gpu.scores import (
     Modifiers,
     ScoreFunction,
     TableColumns,
@@ -36,7 +36,7 @@ from flashtile.ops.attention.triton.scores import (
     start_softmax,
     tile_scores,
 )
-from flashtile.ops.attention.triton.tiles import (
+from flashtile.ops.attention.gpu.tiles import (
     LEAST_SCALE,
     LN_2,
     LOG2_E,

@@ -11,18 +11,21 @@ from torch import Tensor
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, plan_cache, pointer, pointers
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
+from flashtile.ops.attention.gpu.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.gpu.parameters import (
     aux_buffers,
     aux_tensors,
     contiguous_on_16_bytes,
     positive_scale,
 )
+from flashtile.ops.attention.gpu.plan import PortableKernel, plan_kernel
 from flashtile.ops.attention.gpu.reductions import learned_gradients, sum_layouts
+from flashtile.ops.attention.gpu.scores import wave_starts
+from flashtile.ops.attention.gpu.tile_configs import KernelName, phase_kernels
 from flashtile.ops.attention.spec import (
     FP8,
-    NOTHING_WANTED,
     AttentionSpec,
     Aux,
     AuxForm,
@@ -31,8 +34,22 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
 )
-from flashtile.ops.attention.triton.plan import AttentionKernel, kernel_for
-from flashtile.ops.attention.triton.scores import wave_starts
+from flashtile.ops.attention.triton.backward import (
+    attention_dkdv_kernel,
+    attention_dq_kernel,
+    attention_short_backward_kernel,
+)
+from flashtile.ops.attention.triton.forward import attention_column_sums_kernel, attention_forward_kernel
+
+#: The portable kernels.
+KERNELS: dict[KernelName, Any] = {
+    "forward": attention_forward_kernel,
+    "dq": attention_dq_kernel,
+    "short_backward": attention_short_backward_kernel,
+    "dkdv": attention_dkdv_kernel,
+    "dbias": attention_dbias_kernel,
+    "column_sums": attention_column_sums_kernel,
+}
 
 #: The buffers that a forward and a backward are given, before those of the side inputs.
 _GIVEN_FORWARD = ("q", "k", "v")
@@ -73,10 +90,15 @@ def _run_forward(pipeline: Pipeline, q: Tensor, k: Tensor, v: Tensor, aux: Aux) 
     return (*pipeline.run(*pointers((q, k, v, *aux))),)
 
 
+def _planned(call: Call) -> dict[KernelName, PortableKernel]:
+    """The kernels of a phase, by name."""
+    return {name: plan_kernel(KERNELS[name], name, tiles, call) for name, tiles in phase_kernels(call).items()}
+
+
 @plan_cache
 def _plan_forward(call: Call) -> Pipeline:
-    planned = kernel_for("forward", call)
-    return Pipeline(call.device, {"forward": planned.kernel}, (*_GIVEN_FORWARD, *aux_buffers(call)), planned.outputs)
+    planned = _planned(call)["forward"]
+    return Pipeline(call.device, planned.kernels, (*_GIVEN_FORWARD, *aux_buffers(call)), planned.outputs)
 
 
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
@@ -163,67 +185,22 @@ class BackwardPlan(NamedTuple):
 @plan_cache
 def plan_backward(call: Call) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    queries = kernel_for("dq", call)
-    planned = {"dq": queries}
-    if not queries.all_gradients:
-        planned["dkdv"] = kernel_for("dkdv", call)
-        if call.wanted.bias:
-            planned["dbias"] = kernel_for("dbias", call)
+    planned = _planned(call)
+    queries = next(iter(planned.values()))
+    kernels = {name: of for each in planned.values() for name, of in each.kernels.items()}
+    written = {name: of for each in planned.values() for name, of in each.outputs.items()}
     outputs: dict[str, Any] = {**sum_layouts(call, call.rows_q)}
     for number, (of, wants) in enumerate(zip(call.aux.captured, call.wanted.captured)):
         if wants:
             slots = (queries.kernel.programs,) if queries.waves else ()
             outputs[f"sum{number}"] = contiguous((*slots, *of.shape), torch.float32)
     given = (*_GIVEN_BACKWARD, *aux_buffers(call))
-    zeroed = {*outputs, *(["dbias"] if call.wanted.bias and _computes_nothing(planned) else [])}
+    zeroed = {*outputs, *(name for of in planned.values() if not of.kernel.programs for name in of.outputs)}
     repeated = {"dq": "wave"} if queries.waves else {}
-    pipeline = _pipeline(call, planned, (*given, *repeated.values()), outputs, zeroed, repeated)
+    outputs = {name: written[name] for name in ("dq", "dk", "dv")} | written | outputs
+    pipeline = Pipeline(call.device, kernels, (*given, *repeated.values()), outputs, zeroed=zeroed, repeated=repeated)
     waves = (queries.kernel.programs, queries.waves) if queries.waves else None
     return BackwardPlan(pipeline, call.may_hide_rows and call.has_dlse, waves)
-
-
-def _computes_nothing(planned: dict[str, AttentionKernel]) -> bool:
-    """Whether the kernel of the gradient of a bias has no thread blocks."""
-    return not (planned["dbias"] if "dbias" in planned else planned["dq"]).kernel.programs
-
-
-def _pipeline(
-    call: Call,
-    planned: dict[str, AttentionKernel],
-    given: tuple[str, ...],
-    more: dict[str, Any] | None = None,
-    zeroed: set[str] | None = None,
-    repeated: dict[str, str] | None = None,
-) -> Pipeline:
-    """The pipeline of some kernels of a backward. `more`: buffers beside those that they write."""
-    kernels: dict[str, Kernel] = {}
-    outputs: dict[str, Any] = {}
-    for name, of in planned.items():
-        kernels |= {name: of.kernel, **of.following}
-        outputs |= of.outputs
-    outputs = {**{name: outputs[name] for name in ("dq", "dk", "dv", *outputs) if name in outputs}, **(more or {})}
-    return Pipeline(call.device, kernels, given, outputs, zeroed=zeroed or (), repeated=repeated or {})
-
-
-@plan_cache
-def plan_bias_gradient(call: Call) -> Pipeline:
-    """The kernel of a bias's gradient alone, and what adds up its parts. It is given the dout that is read."""
-    planned = kernel_for("dbias", call)
-    kernel = planned.kernel._replace(buffers={**planned.kernel.buffers, "dout_ptr": "dout"})
-    zeroed = set() if kernel.programs else set(planned.outputs)
-    given = ("q", "k", "v", "dout", *aux_buffers(call), "statistics")
-    return _pipeline(call, {"dbias": planned._replace(kernel=kernel)}, given, zeroed=zeroed)
-
-
-def backward_bias(
-    dout: Tensor, inputs: BackwardInputs, statistics: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Tensor:
-    """Runs the kernel of the bias's gradient on the dout and the statistics of a dq kernel. Returns it in the bias's
-    shape."""
-    pipeline = plan_bias_gradient(describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
-    given = inputs.q, inputs.k, inputs.v, dout, *aux_tensors(side), statistics
-    dbias: Tensor = pipeline.run(*pointers(given))[0]
-    return dbias
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
@@ -237,6 +214,5 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
 
 @plan_cache
 def _plan_column_sums(call: Call) -> Pipeline:
-    planned = kernel_for("column_sums", call)
-    given = (*_GIVEN_FORWARD, *aux_buffers(call), "lse")
-    return Pipeline(call.device, {"column_sums": planned.kernel}, given, planned.outputs)
+    planned = _planned(call)["column_sums"]
+    return Pipeline(call.device, planned.kernels, (*_GIVEN_FORWARD, *aux_buffers(call), "lse"), planned.outputs)

@@ -1,4 +1,4 @@
-"""The rows of tiles that `configs` chooses from: one table per architecture and kind of call.
+"""The rows of tiles that `tile_configs` chooses from: one table per architecture and kind of call.
 
 Nothing is tuned on a user's machine. Rows of the Hopper tables were measured (`tools/tune_attention.py`, H200, bf16,
 4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); the reason stands beside each. Rows of

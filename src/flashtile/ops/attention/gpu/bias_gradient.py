@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.scores import (
+from flashtile.ops.attention.gpu.scores import (
     EMPTY,
     Modifiers,
     ScoreFunction,
@@ -26,7 +26,7 @@ from flashtile.ops.attention.triton.scores import (
     statistic_column,
     tile_scores,
 )
-from flashtile.ops.attention.triton.tiles import (
+from flashtile.ops.attention.gpu.tiles import (
     LOG2_E,
     head_pointer,
     key_tile_ranges,

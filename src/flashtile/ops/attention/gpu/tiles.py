@@ -1,4 +1,4 @@
-"""The vocabulary that the attention kernels share: where a tile lies, what it sees, and its loads and stores.
+"""The vocabulary that the portable attention kernels share: where a tile lies, what it sees, and its loads and stores.
 
 Shapes::
 
@@ -44,6 +44,26 @@ class Strides(NamedTuple):
     batch: Any
     head: Any
     ROW: Any
+
+
+class RowTensors(NamedTuple):
+    """Pointers to tensors with something for each query, of the dq kernel.
+
+    Attributes:
+        out, dout, lse, dlse: what the forward wrote, and the gradients of that; `dlse` may be None.
+        statistics: where it writes lse in units of log2, delta and, with sinks, the delta of these.
+        slope_sums: where ALiBi's slopes want a gradient: what each row adds to it, in the shape of lse.
+        quiet: where rows may see no key: dout for the other kernels, in the layout of out, with zeros in these rows,
+            whose weights of 0 would not stop NaN there.
+    """
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    statistics: Any
+    slope_sums: Any
+    quiet: Any
 
 
 class TileRanges(NamedTuple):

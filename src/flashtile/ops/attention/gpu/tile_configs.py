@@ -1,4 +1,4 @@
-"""Tiles of the attention kernels, as a pure function of the device and the call, and what goes with them.
+"""Tiles of the portable attention kernels, as a pure function of the device and the call, and what goes with them.
 
 The rows are in `tile_tables`.
 """
@@ -11,11 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_class
 from flashtile.ops.attention.gpu.score_source import tile_values
-from flashtile.ops.attention.spec import out_dtype
-from flashtile.ops.attention.triton.tile_tables import (
+from flashtile.ops.attention.gpu.tile_tables import (
     AMD,
     BIAS_GRADIENT,
     COLUMN_SUMS,
@@ -32,6 +31,7 @@ from flashtile.ops.attention.triton.tile_tables import (
     TENSOR_CORES,
     TileConfig,
 )
+from flashtile.ops.attention.spec import out_dtype
 from flashtile.ops.common.tiles import tile_width
 
 KernelName = Literal["forward", "dq", "dkdv", "short_backward", "dbias", "column_sums"]
@@ -133,25 +133,46 @@ def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileC
     return tiles
 
 
-def tiles_with_keys(call: Call, key: TileKey, tiles: TileConfig) -> TileConfig | None:
-    """The tiles of "short_backward", which computes all gradients, because one tile holds all queries of a sequence and
-    one all keys. None where it does not serve a call. `tiles`: of dq alone.
+def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig]:
+    """A kernel of a call, and its tiles. In the place of "dq" it is "short_backward", which computes all gradients, if
+    one tile holds all queries of a sequence and one all keys.
 
     Packed sequences may have keys and no queries; then nobody would write dk and dv. Past 128 columns the tiles of dk
     and dv do not fit beside those of dq (sm_90, 256 columns: 335,872 bytes of on-chip memory).
     """
-    device = call.machine.facts
+    key, device = tile_key_for(call), call.machine.facts
+    tiles = choose_tiles(kernel, device, key)
     one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(key) <= 128
-    short = key.length == "short" and not call.packed
-    if one_tile and short and key.dtype.itemsize == 2 and key.block_tile is None:
-        tiles = tiles._replace(block_m=min(tiles.block_m, SHORT), num_stages=1)
-        # With places for two sequences the next one is fetched ahead: 0.36 ms instead of 0.49 (4,096 × 49 tokens, 6
-        # heads of 32, a bias that learns). If copies go through registers these have no room for it.
-        ahead = tiles._replace(num_stages=2)
-        copies = device.is_cuda and device.capability >= 80
-        fits = shared_memory("short_backward", ahead, key) <= device.shared_memory
-        return ahead if copies and fits else tiles
-    return None
+    short = kernel == "dq" and key.length == "short" and not call.packed
+    has_work = call.lines and call.rows_q and call.rows_k
+    if not (has_work and one_tile and short and key.dtype.itemsize == 2 and key.block_tile is None):
+        return kernel, tiles
+    tiles = tiles._replace(block_m=min(tiles.block_m, SHORT), num_stages=1)
+    # With places for two sequences the next one is fetched ahead: 0.36 ms instead of 0.49 (4,096 × 49 tokens, 6 heads
+    # of 32, a bias that learns). If copies go through registers these have no room for it.
+    ahead = tiles._replace(num_stages=2)
+    copies = device.is_cuda and device.capability >= 80
+    fits = shared_memory("short_backward", ahead, key) <= device.shared_memory
+    return "short_backward", ahead if copies and fits else tiles
+
+
+def phase_kernels(call: Call) -> dict[KernelName, TileConfig]:
+    """The kernels of a phase, and their tiles: of a backward one for all gradients, or one each for dq, for dk and dv,
+    and for a bias that learns."""
+    if call.phase != "backward":
+        return dict([kernel_tiles(call.phase, call)])
+    name, tiles = kernel_tiles("dq", call)
+    others: tuple[KernelName, ...] = ("dkdv", "dbias") if call.wanted.bias else ("dkdv",)
+    return dict([(name, tiles), *(kernel_tiles(other, call) for other in others if name == "dq")])
+
+
+def describe_kernel(name: KernelName, tiles: TileConfig, call: Call) -> KernelChoice:
+    """One kernel of a call."""
+    memory = shared_memory(name, tiles, tile_key_for(call))
+    chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+    block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
+    summary = summarise(block, warps, tiles.num_stages, memory, more=chunk)
+    return KernelChoice(name, tiles, memory, "triton", summary=summary)
 
 
 def drops_bounds(kernel: KernelName, key: TileKey) -> bool:

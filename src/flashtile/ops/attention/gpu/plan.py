@@ -1,4 +1,4 @@
-"""Tiles, sizes and strides of a launch of the portable kernels: all that it needs beside pointers.
+"""Portable kernels as a pipeline launches them: tiles, sizes, strides and outputs, from the description of a call.
 
 Row strides decide machine code: with them known, the compiler needs up to 9 % less time in the inner loops (addresses
 become constants), and a model has few of them. Lengths, batches and numbers of heads do not.
@@ -13,9 +13,10 @@ import torch
 
 from flashtile._backends.alignment import batch_row_head, power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
-from flashtile._backends.launch import float32, int32, int64, plan_cache, pointer_to
+from flashtile._backends.launch import float32, int32, int64, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.gpu.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.gpu.parameters import dropout_numbers, side_parameters, stored, window_parameters
 from flashtile.ops.attention.gpu.reductions import (
     BiasWork,
@@ -27,55 +28,28 @@ from flashtile.ops.attention.gpu.reductions import (
 )
 from flashtile.ops.attention.gpu.schedule import choose_shares, longest_walk
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
-from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
-from flashtile.ops.attention.triton.backward import (
-    RowTensors,
-    attention_dkdv_kernel,
-    attention_dq_kernel,
-    attention_short_backward_kernel,
-)
-from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
-from flashtile.ops.attention.triton.configs import (
+from flashtile.ops.attention.gpu.scores import slots_for, triton_derivative, triton_function
+from flashtile.ops.attention.gpu.tile_configs import (
     OWN_KEYS,
     KernelName,
     TileKey,
-    choose_tiles,
     drops_bounds,
     drops_masks,
+    kernel_tiles,
     tile_key_for,
     tile_widths,
-    tiles_with_keys,
 )
-from flashtile.ops.attention.triton.forward import attention_column_sums_kernel, attention_forward_kernel
-from flashtile.ops.attention.triton.scores import slots_for, triton_derivative, triton_function
-from flashtile.ops.attention.triton.tile_tables import TileConfig
-from flashtile.ops.attention.triton.tiles import Strides, TileShape
+from flashtile.ops.attention.gpu.tile_tables import TileConfig
+from flashtile.ops.attention.gpu.tiles import RowTensors, Strides, TileShape
+from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
 from flashtile.ops.common.checks import check_programs
 
-_KERNELS = {
-    "forward": attention_forward_kernel,
-    "dq": attention_dq_kernel,
-    "short_backward": attention_short_backward_kernel,
-    "dkdv": attention_dkdv_kernel,
-    "dbias": attention_dbias_kernel,
-    "column_sums": attention_column_sums_kernel,
-}
 
-#: The tensors of each kernel that have strides, in the order of its parameters.
-_STRIDED = {
-    "forward": ("q", "k", "v", "out"),
-    "dq": ("q", "k", "v", "out", "dout", "dq"),
-    "short_backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
-    "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
-    "dbias": ("q", "k", "v", "dout"),
-    "column_sums": ("q", "k"),
-}
-
-
-class AttentionKernel(NamedTuple):
+class PortableKernel(NamedTuple):
     """A kernel of a call.
 
     Attributes:
+        name: "short_backward" in the place of "dq" where one kernel computes all gradients.
         kernel: as a pipeline launches it.
         outputs: layouts of the buffers that it writes, and those that follow it.
         following: kernels that add up what it stores in parts, by name.
@@ -83,22 +57,22 @@ class AttentionKernel(NamedTuple):
             one launch.
     """
 
+    name: KernelName
     kernel: Kernel
     outputs: dict[str, Layout]
     following: dict[str, Kernel]
     waves: int = 0
 
     @property
-    def all_gradients(self) -> bool:
-        """Whether it computes dk, dv and the gradient of the bias too."""
-        return self.kernel.function is attention_short_backward_kernel
+    def kernels(self) -> dict[str, Kernel]:
+        """It and those that follow it, by name."""
+        return {self.name: self.kernel, **self.following}
 
 
 class _Planned(NamedTuple):
     """Facts that follow from a kernel and a call.
 
     Attributes:
-        kernel: "short_backward" in the place of "dq" where this serves the call.
         key: what tiles are chosen by.
         work: how the gradient of a bias is cut.
         shares: dk and dv are in so many parts.
@@ -143,27 +117,22 @@ class _Planned(NamedTuple):
         return self.call.phase == "backward" and self.kernel in ("dq", "short_backward") and self.call.may_hide_rows
 
 
-def kernel_for(kernel: KernelName, call: Call) -> AttentionKernel:
-    """A kernel of a call. That of "dq" is of "short_backward" where this serves the call. Of the other
-    kernels of a backward, that of dk and dv, and of a bias, read what the first one has made of dout and lse."""
+def plan_bias_gradient(call: Call, **buffers: str) -> PortableKernel:
+    """The kernel of the gradient of a bias. It serves Hopper calls too, whose `buffers` have other names."""
+    found = plan_kernel(attention_dbias_kernel, *kernel_tiles("dbias", call), call)
+    return found._replace(kernel=found.kernel._replace(buffers={**found.kernel.buffers, **buffers}))
+
+
+def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call) -> PortableKernel:
+    """A kernel of a call: everything that can be decided before the tensors' contents are known. Of a backward, the
+    kernels of dk and dv and of a bias read what the first one has made of dout and lse."""
+    call.check_sizes()
     if kernel in ("dkdv", "dbias"):
         dout = call.dout
         if call.may_hide_rows and dout is not None:  # a copy, which is contiguous
             dout = TensorFacts(call.v.dtype, call.out_shape, contiguous_strides(call.out_shape))
         call = call._replace(dout=dout, has_dlse=False, wanted=NOTHING_WANTED)
-    return _kernel(kernel, call)
-
-
-@plan_cache
-def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
-    """Everything that can be decided before the tensors' contents are known."""
-    call.check_sizes()
-    spec, side, gpu = call.spec, call.aux, call.machine.facts
-    key = tile_key_for(call)
-    tiles = choose_tiles(kernel, gpu, key)
-    whole_tiles = tiles_with_keys(call, key, tiles) if kernel == "dq" else None
-    if whole_tiles is not None and call.batch * call.rows_q * call.rows_k * call.heads:
-        kernel, tiles = "short_backward", whole_tiles
+    spec, side, key = call.spec, call.aux, tile_key_for(call)
     work = _cut(kernel, call, tiles)
     programs = _programs(kernel, call, tiles, work)
     shares = 1
@@ -186,7 +155,7 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, planned.summed, in_waves),
         **_tensors(planned),
-        **_strides(planned),
+        **_strides(planned, function),
         **_numbers(planned),
         **_side(planned),
     }
@@ -201,7 +170,7 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
         programs = slots_for(_entries(planned), programs)
     check_programs("q", programs * shares)
     described = Kernel(
-        _KERNELS[kernel],
+        function,
         parameters,
         constants,
         programs=programs * shares,
@@ -215,7 +184,7 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
         following["shares"] = shares_kernel(outputs["dk_shares"], outputs["dv_shares"], planned.stored_shares)
     if "bias_parts" in outputs and side.bias is not None:
         following["bias_sum"] = bias_sum_kernel(work.parts, side.bias)
-    return AttentionKernel(described, outputs, following if programs else {}, waves)
+    return PortableKernel(kernel, described, outputs, following if programs else {}, waves)
 
 
 def _buffers(planned: _Planned) -> dict[str, str]:
@@ -279,19 +248,18 @@ def _side(planned: _Planned) -> dict[str, Any]:
     return {"side": described.pointers, "numbers": numbers, "constants": described.constants}
 
 
-def _strides(planned: _Planned) -> dict[str, Strides]:
-    """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous."""
+def _strides(planned: _Planned, function: Any) -> dict[str, Strides]:
+    """(batch, row, head) strides of the tensors whose strides a kernel takes, used ones; outputs are contiguous."""
     call = planned.call
     dk_shape, dv_shape = _written_shapes(planned)
     written = {"out": call.out_shape, "dq": call.q.shape, "dk": dk_shape, "dv": dv_shape}
     of_each = {name: batch_row_head(shape, contiguous_strides(shape)) for name, shape in written.items()}
     given = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout}
     of_each |= {name: batch_row_head(of.shape, of.strides) for name, of in given.items() if of is not None}
-    triples = [of_each[name] for name in _STRIDED[planned.kernel]]
-    multiple = power_of_two_factor(*(stride for triple in triples for stride in triple))
+    taken = {f"{name}_strides": of for name, of in of_each.items() if f"{name}_strides" in function.arg_names}
+    multiple = power_of_two_factor(*(stride for triple in taken.values() for stride in triple))
     return {
-        f"{of}_strides": Strides(int64(batch, multiple), int64(head, multiple), row)
-        for of, (batch, row, head) in zip(_STRIDED[planned.kernel], triples)
+        name: Strides(int64(batch, multiple), int64(head, multiple), row) for name, (batch, row, head) in taken.items()
     }
 
 
