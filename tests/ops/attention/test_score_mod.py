@@ -16,12 +16,9 @@ from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.score_program import parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_same
+from support.running.autograd import normal
 
 HEADS, SEQ_Q, SEQ_K = 4, 9, 12
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

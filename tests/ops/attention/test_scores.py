@@ -12,12 +12,9 @@ from torch import Tensor
 import flashtile
 from flashtile.testing import assert_same, check
 from support.attention.attention_cases import BASE
+from support.running.autograd import normal
 
 INFINITY = float("inf")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def doubles(*values: float) -> Tensor:

@@ -9,12 +9,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile.testing import AttentionCase, assert_same, check, with_arguments
+from support.running.autograd import normal
 
 INFINITY = float("inf")
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def cumulative(lengths: tuple[int, ...]) -> Tensor:

@@ -13,16 +13,13 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.testing import Size, assert_close, assert_same, size
+from support.running.autograd import normal
 from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 _LABELS = torch.tensor([2, -100, 0, 4, 1])
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @both_backends

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashtile
 from flashtile.testing import assert_same
 from support.companions.dense_cases import MlpCase, check
+from support.running.autograd import normal
 from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
@@ -27,10 +28,6 @@ _FUNCTIONS = {
     "squared_relu": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def dense_operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

@@ -9,16 +9,13 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.autograd import normal
 from support.running.each_case import each_case
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 
 _SEED = torch.tensor([11, 3])
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, rms: bool, eps: float = 1e-5) -> Tensor:

@@ -14,6 +14,7 @@ import flashtile
 from flashtile import RotaryScaling
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.testing import assert_same
+from support.running.autograd import normal
 from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
@@ -24,10 +25,6 @@ both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halv
 #: Those of `rotary_tables` come from float32 angles, which would be all that is seen here.
 _ANGLES = torch.arange(32, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
 _COS, _SIN = _ANGLES.cos(), _ANGLES.sin()
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def turned(x: Tensor, position: int, interleaved: bool) -> Tensor:

@@ -6,20 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.autograd import normal
 from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @both_backends

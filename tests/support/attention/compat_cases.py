@@ -21,6 +21,7 @@ from torch import Tensor
 import flashtile
 from flashtile.compat.signatures import EXTENSIONS, VERSION_1, VERSION_2, VERSION_3, VERSION_4
 from flashtile.testing import assert_close
+from support.running.autograd import normal
 
 ROOT = Path(__file__).parents[3]
 #: A dtype and where it is tried.
@@ -113,11 +114,6 @@ def packed_by_definition(
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, dim=1)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Random normal numbers in float64, the same for a shape and seed."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def cumulative(lengths: list[int], device: str = "cpu") -> Tensor:

@@ -15,6 +15,11 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
 
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random normal numbers, the same for a shape and seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def results(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     """Outputs and, for random upstream gradients, input gradients."""
     outputs = function(*inputs)
