@@ -3,7 +3,7 @@
     python tools/tune_attention.py --output tiles.json [--kernels forward dq dkdv] [--head-dims 64 128 256]
 
 Prints, for each kernel, head size and mask, the configurations from fast to slow. A person copies the winner, with
-its reason, into `flashtile/ops/attention/gpu/tile_configs.py`; nothing is tuned on a user's machine. Every
+its reason, into `flashtile/ops/attention/gpu/tile_tables.py`; nothing is tuned on a user's machine. Every
 configuration must give the gradients and outputs of the first one before its time counts. Kernels of the backward are
 timed in the whole of it, where all other kernels are as the tables have them.
 """

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile._backends.devices import INTERPRETER, KNOWN_DEVICES, DeviceFacts
+from flashtile.ops.attention.gpu import tile_tables
 from flashtile.ops.attention.gpu.tile_configs import (
     TileKey,
     choose_tiles,
@@ -159,3 +160,11 @@ def test_a_bias_in_flight_takes_a_stage(kernel):
     key = TileKey(torch.bfloat16, 128, 128, banded=False, length="long", table_bytes=2)
     assert choose_tiles(kernel, KNOWN_DEVICES["sm_90"], key).num_stages == 3
     assert choose_tiles("dq", KNOWN_DEVICES["sm_90"], key._replace(table_bytes=5)).num_stages == 2
+
+
+def test_rows_for_hopper_say_what_was_measured():
+    tables = {name: table for name, table in vars(tile_tables).items() if name.startswith("HOPPER")}
+    rows = [(name, kernel, row) for name, table in tables.items() for kernel in table for row in table[kernel]]
+    without = {(name, kernel) for name, kernel, row in rows if not row.measured}
+    masks = {("HOPPER_MASK", kernel) for kernel in _KERNELS}  # as rows for a bias were
+    assert without == masks | {("HOPPER_SHORT", "dkdv")}  # another kernel computes dk and dv there

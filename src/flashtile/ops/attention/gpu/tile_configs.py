@@ -12,6 +12,7 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
+from flashtile.ops.attention.gpu.rows import first_row
 from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_class
 from flashtile.ops.attention.gpu.score_source import tile_values
 from flashtile.ops.attention.gpu.tile_tables import (
@@ -125,7 +126,7 @@ def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileC
         table = RDNA
     else:
         table = AMD
-    preferred = next(tiles for widest, tiles in table[kernel] if width <= widest)
+    preferred = first_row(table[kernel], width, width)
     tiles = _fit(kernel, preferred, key, device.shared_memory)
     if key.block_tile:
         queries, keys = key.block_tile

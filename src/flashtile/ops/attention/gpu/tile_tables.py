@@ -1,7 +1,7 @@
 """The rows of tiles that `tile_configs` chooses from: one table per architecture and kind of call.
 
 Nothing is tuned on a user's machine. Rows of the Hopper tables were measured (`tools/tune_attention.py`, H200, bf16,
-4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); the reason stands beside each. Rows of
+4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); `Row.measured` has the reason. Rows of
 the others follow from registers and shared memory. A row that does not fit a device's shared memory is shrunk until
 it does.
 """
@@ -9,6 +9,8 @@ it does.
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from flashtile.ops.attention.gpu.rows import Row
 
 
 class TileConfig(NamedTuple):
@@ -31,52 +33,59 @@ class TileConfig(NamedTuple):
     max_registers: int | None = None
 
 
-#: By kernel: the widest head of a row, and its tiles.
-Table = dict[str, tuple[tuple[int, TileConfig], ...]]
+#: Rows by kernel.
+Table = dict[str, tuple[Row[TileConfig], ...]]
+
+# fmt: off
 
 #: sm_90, no mask. Two programs or two warpgroups per multiprocessor, so that one multiplies while another
-#: exponentiates. In brackets: milliseconds of the row, and of the next best.
+#: exponentiates. Measured: milliseconds of the row, and of the next best.
 HOPPER_FULL: Table = {
     "forward": (
-        # (1.22; 64 × 64 on 4 warps 1.22, slower at 8,192 tokens)
-        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
-        # 491 TFLOP/s at 8,192 tokens; 256 × 64 on 16 warps 488, 128 × 128 on 8 457
-        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
-        (256, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),  # (1.01; 32 keys in 3 stages 1.19)
-        # (4 heads: 2.18; 64 keys in one stage 2.71, the head in chunks of 64 columns 6.98)
-        (512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="1.22; 64 × 64 on 4 warps 1.22, slower at 8,192 tokens"),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="491 TFLOP/s at 8,192 tokens; 256 × 64 on 16 warps 488, 128 × 128 on 8 457"),
+        Row(256, 256, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2),
+            measured="1.01; 32 keys in 3 stages 1.19"),
+        Row(512, 512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2),
+            measured="4 heads: 2.18; 64 keys in one stage 2.71, the head in chunks of 64 columns 6.98"),
     ),
     "dq": (
-        # (1.28; 4 warps 1.33, 64 rows on 4 warps 1.35)
-        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),  # (1.37; 32 keys on 4 warps 1.43)
-        (256, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)),  # (1.40; 64 keys in 1 stage 1.81)
-        (
-            512,
-            TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1),
-        ),  # (4 heads, with dk/dv: 14.5; in chunks 33.7)
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="1.28; 4 warps 1.33, 64 rows on 4 warps 1.35"),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="1.37; 32 keys on 4 warps 1.43"),
+        Row(256, 256, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=3),
+            measured="1.40; 64 keys in 1 stage 1.81"),
+        Row(512, 512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1),
+            measured="4 heads, with dk/dv: 14.5; in chunks 33.7"),
     ),
     "dkdv": (
-        # (1.97; 32 queries 1.97, slower at 8,192 tokens)
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
-        # (1.74; 64 keys × 32 queries on 4 warps 1.88)
-        (128, TileConfig(block_m=64, block_n=128, num_warps=8, num_stages=3)),
-        (256, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),  # (3.61; 32 queries in 3 stages 4.35)
-        # (4 heads at 2,048 tokens, causal, with dq: 1.92; one stage 2.09)
-        (512, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="1.97; 32 queries 1.97, slower at 8,192 tokens"),
+        Row(128, 128, TileConfig(block_m=64, block_n=128, num_warps=8, num_stages=3),
+            measured="1.74; 64 keys × 32 queries on 4 warps 1.88"),
+        Row(256, 256, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2),
+            measured="3.61; 32 queries in 3 stages 4.35"),
+        Row(512, 512, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2),
+            measured="4 heads at 2,048 tokens, causal, with dq: 1.92; one stage 2.09"),
     ),
 }
 
 #: sm_90, a causal mask or a window, long sequences.
 HOPPER_BANDED: Table = {
     "forward": (
-        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),  # (0.71; 64 × 64 on 4 warps 0.73)
-        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),  # (0.65; 128 × 128 on 8 warps 0.67)
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="0.71; 64 × 64 on 4 warps 0.73"),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="0.65; 128 × 128 on 8 warps 0.67"),
         *HOPPER_FULL["forward"][2:],
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),  # (0.76; 128 rows 0.77)
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),  # (0.79; 64 × 64 on 4 warps 0.85)
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3), measured="0.76; 128 rows 0.77"),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="0.79; 64 × 64 on 4 warps 0.85"),
         *HOPPER_FULL["dq"][2:],
     ),
     "dkdv": HOPPER_FULL["dkdv"],  # (1.10, 1.97 at 8,192 tokens, 1.92; 64 keys × 32 queries 1.10, 2.13)
@@ -85,14 +94,14 @@ HOPPER_BANDED: Table = {
 #: sm_90, a causal mask or a window, short sequences: small tiles waste less at the diagonal.
 HOPPER_BANDED_SHORT: Table = {
     "forward": (
-        # (1,024 tokens: 0.23 and 0.21; 128 rows 0.24 and 0.23)
-        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="1,024 tokens: 0.23 and 0.21; 128 rows 0.24 and 0.23"),
         *HOPPER_FULL["forward"][2:],
     ),
     "dq": HOPPER_BANDED["dq"],
     "dkdv": (
-        # (1,024 tokens: 0.35 and 0.34; the long rows 0.37 and 0.36)
-        (128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3),
+            measured="1,024 tokens: 0.35 and 0.34; the long rows 0.37 and 0.36"),
         *HOPPER_FULL["dkdv"][2:],
     ),
 }
@@ -100,55 +109,60 @@ HOPPER_BANDED_SHORT: Table = {
 #: sm_90, all sequences in one tile, heads up to 64 columns: many small programs fill a multiprocessor. Milliseconds for
 #: 4,096 sequences of 49 tokens, 6 heads of 32.
 HOPPER_SHORT: Table = {
-    "forward": ((64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),),  # 0.14; 128 × 64 on 8 warps 0.32
-    # One tile of queries and one of keys, so that this kernel computes dk and dv too: 0.33; by two kernels 0.51, with
-    # the tiles of longer sequences 0.73.
-    "dq": ((64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),),
-    "dkdv": ((64, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)),),
+    "forward": (
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
+            measured="0.14; 128 × 64 on 8 warps 0.32"),
+    ),
+    # One tile of queries and one of keys, so that this kernel computes dk and dv too.
+    "dq": (
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1),
+            measured="0.33; by two kernels 0.51, with the tiles of longer sequences 0.73"),
+    ),
+    "dkdv": (Row(64, 64, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)),),
 }
 
 #: Other NVIDIA architectures, 16-bit.
 TENSOR_CORES: Table = {
     "forward": (
-        (64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
-        (256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
-        (512, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        Row(512, 512, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
-        (128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
-        (512, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        Row(512, 512, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        # 64 queries spill under a causal mask (sm_80 2,680 bytes a thread, sm_86 312)
-        (64, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3)),
-        (128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3),
+            measured="64 queries spill under a causal mask (sm_80 2,680 bytes a thread, sm_86 312)"),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
 }
 
 #: AMD CDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
 AMD: Table = {
     "forward": (
-        (64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)),
-        (128, TileConfig(block_m=128, block_n=32, num_warps=4, num_stages=2)),
-        (256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
-        (512, TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=128, block_n=32, num_warps=4, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
-        (128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
-        (256, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+        Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
-        (128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)),
-        (256, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)),
+        Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
 }
 
@@ -156,27 +170,27 @@ AMD: Table = {
 #: are the largest tiles that compile without spills, or (dq and dk/dv of 128 and 256 columns) with the fewest.
 RDNA: Table = {
     "forward": (
-        (64, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=1)),
-        (128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
-        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
+        Row(64, 64, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=1)),
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        Row(256, 256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
-        (128, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
-        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        Row(128, 128, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        Row(256, 256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
     "column_sums": (
-        (64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
-        (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
     "dkdv": (
-        (64, TileConfig(block_m=16, block_n=128, num_warps=8, num_stages=1)),
-        (128, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
-        (256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
+        Row(64, 64, TileConfig(block_m=16, block_n=128, num_warps=8, num_stages=1)),
+        Row(128, 128, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        Row(256, 256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
 }
 
@@ -184,54 +198,56 @@ RDNA: Table = {
 #: were before they changed; a mask alone was not.
 HOPPER_MASK: Table = {
     "forward": (
-        (64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
     ),
-    "dkdv": ((128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=2)),),
+    "dkdv": (Row(128, 128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=2)),),
 }
 
 #: sm_90, scores with a bias, heads up to 128 columns (4 sequences of 4,096 tokens, 16 heads, a bias shared by the
 #: sequences).
 HOPPER_BIAS: Table = {
     "forward": (
-        # (0.785; 64 × 64 on 4 warps 0.804, 128 × 64 on 4 0.850)
-        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
-        # (1.37; 64 × 64 on 4 warps in 2 stages 1.60, 128 × 128 on 8 1.65)
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="0.785; 64 × 64 on 4 warps 0.804, 128 × 64 on 4 0.850"),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="1.37; 64 × 64 on 4 warps in 2 stages 1.60, 128 × 128 on 8 1.65"),
     ),
     "dq": (
-        # (1.03; 128 × 32 on 8 warps 1.05, 64 keys 1.13)
-        (64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),
-        # (1.55; 64 × 64 on 4 warps in 2 stages 1.80)
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3),
+            measured="1.03; 128 × 32 on 8 warps 1.05, 64 keys 1.13"),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+            measured="1.55; 64 × 64 on 4 warps in 2 stages 1.80"),
     ),
     "dkdv": (
-        # (1.37; 64 × 128 on 8 warps 1.45, 32 × 64 1.63)
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
-        # (2.31; 32 × 128 on 8 warps 2.49, 2 stages 2.77)
-        (128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="1.37; 64 × 128 on 8 warps 1.45, 32 × 64 1.63"),
+        Row(128, 128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3),
+            measured="2.31; 32 × 128 on 8 warps 2.49, 2 stages 2.77"),
     ),
     "dbias": (
-        # (2.05; 3 stages 2.06, 128 × 64 on 8 warps of 128 registers 2.18)
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
-        # Two programs on each multiprocessor (2.26; 64 × 64 on 4 warps 2.43, without the limit 3.34).
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2),
+            measured="2.05; 3 stages 2.06, 128 × 64 on 8 warps of 128 registers 2.18"),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128),
+            measured="two programs on each multiprocessor 2.26; 64 × 64 on 4 warps 2.43, without the limit 3.34"),
     ),
 }
 
 #: sm_90, a block mask, heads up to 128 columns (4 sequences of 4,096 tokens, a quarter of the tiles, all partial).
 HOPPER_BLOCKS: Table = {
     "forward": (
-        # (0.30 and 0.48; 128 queries on 8 warps 0.32 and 0.55)
-        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="0.30 and 0.48; 128 queries on 8 warps 0.32 and 0.55"),
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),  # (0.26; 128 queries on 8 warps 0.36)
-        (128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),  # (0.51; 128 × 64 on 8 warps 0.57)
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+            measured="0.26; 128 queries on 8 warps 0.36"),
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3),
+            measured="0.51; 128 × 64 on 8 warps 0.57"),
     ),
     "dkdv": HOPPER_FULL["dkdv"],  # (0.31 and 0.55; 32 queries 0.37 and 0.58)
 }
@@ -239,51 +255,51 @@ HOPPER_BLOCKS: Table = {
 #: The gradient of the bias, 16-bit, everywhere else: as many accumulators as dk/dv, and nothing resident.
 BIAS_GRADIENT: Table = {
     "dbias": (
-        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
-        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
-        (512, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1, chunk=64)),
     ),
 }
 
 #: Column sums, 16-bit, everywhere but on RDNA; not measured. 64 rows of the product, the fewest that Hopper's take.
 COLUMN_SUMS: Table = {
     "column_sums": (
-        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
-        (256, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
-        (512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+        Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        Row(256, 256, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+        Row(512, 512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
     ),
 }
 
 #: float32 in IEEE products, which run on the ordinary units, out of registers. TF32 takes the same rows.
 FLOAT32: Table = {
     "forward": (
-        (64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
-        (128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
-        (128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        (64, TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)),
-        (128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        Row(64, 64, TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "column_sums": (
-        (64, TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)),
-        (128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
-        (256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=32)),
+        Row(64, 64, TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)),
+        Row(128, 128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        Row(256, 256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=32)),
     ),
     "dbias": (
-        (128, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
-        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+        Row(128, 128, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+        Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
 }
 
@@ -293,32 +309,34 @@ FLOAT32: Table = {
 FLOAT32_SPLIT: dict[str, Table] = {
     "sm_90": {
         "forward": (
-            # 1.23 / 0.71; a second stage 1.27 / 0.73
-            (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),
-            # 2.10 / 1.22; twice the queries 2.15 / 1.32
-            (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),
-            (256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
-            (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+            Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1),
+                measured="1.23 / 0.71; a second stage 1.27 / 0.73"),
+            Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1),
+                measured="2.10 / 1.22; twice the queries 2.15 / 1.32"),
+            Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
         ),
         "dq": (
-            # 1.49 / 0.88; twice the queries 1.59 / 0.96
-            (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),
-            (128, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=1)),  # 3.45 / 2.01; 64 × 16 4.98 / 2.79
-            (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
-            (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+            Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1),
+                measured="1.49 / 0.88; twice the queries 1.59 / 0.96"),
+            Row(128, 128, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=1),
+                measured="3.45 / 2.01; 64 × 16 4.98 / 2.79"),
+            Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
         ),
         "dkdv": (
-            (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),  # 2.31 / 1.31; twice the keys the same
-            # 6.68 / 4.16; twice the keys 7.09 / 4.71
-            (128, TileConfig(block_m=16, block_n=64, num_warps=4, num_stages=1)),
-            (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
-            (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+            Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1),
+                measured="2.31 / 1.31; twice the keys the same"),
+            Row(128, 128, TileConfig(block_m=16, block_n=64, num_warps=4, num_stages=1),
+                measured="6.68 / 4.16; twice the keys 7.09 / 4.71"),
+            Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
         ),
         "column_sums": FLOAT32["column_sums"],
         "dbias": (
-            (64, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
-            (128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
-            (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+            Row(64, 64, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+            Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
         ),
     },
 }

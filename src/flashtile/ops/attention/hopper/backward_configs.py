@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.rows import Row, first_row
 from flashtile.ops.attention.gpu.score_source import adds_to_score
 from flashtile.ops.attention.hopper.configs import (
     BIAS_BYTES,
@@ -86,32 +87,31 @@ _WIDE_HALVES_OF_KEYS = BackwardConfig(
     sum_columns=64, split_roles=False, producer=False, registers=216, statistics_multiplied=True, sums_by_tma=False,
 )
 
-#: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
+#: TFLOP/s at 8,192 tokens without a mask, unless said otherwise.
 _BACKWARD_ROWS = (
-    # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
-    # multiplied: 3 % fewer cycles.
-    (64, 64, BackwardConfig(
+    # Tiles of 128 queries: more work for each byte of shared memory that is read.
+    Row(64, 64, BackwardConfig(
         block_n=128, block_m=128, parts=1, stages=2, key_stages=2, dscore_stages=2,
         sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
-    )),
-    # Four stages: with three, D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80.
-    (96, 96, _HALVES_OF_KEYS._replace(stages=4)),
-    # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
-    # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
-    (128, 128, _HALVES_OF_KEYS),
+    ), measured="600; 64 queries 485; statistics multiplied 3 % fewer cycles"),
+    Row(96, 96, _HALVES_OF_KEYS._replace(stages=4),
+        measured="three stages: D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80"),
+    Row(128, 128, _HALVES_OF_KEYS,
+        measured="609; dq 32 columns at a time 507; three stages 2 % faster than two; statistics multiplied 2 % fewer "
+                 "cycles at 512 tokens, 8 % from 2,048 on; sums not by TMA 1 to 3 % more"),
     # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
-    # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles. With 64 keys in split roles the
-    # sums of dq fill the way into the L2 cache. Time of that over this, D 160, 8 heads (an H100): 4 × 4,096 tokens
-    # 1.35, causal 1.28, 16 × 1,024 1.22 and 1.14, in order 1.33, packed 1.09, a window of 1,024 1.11; but 128 × 128,
-    # causal, 0.98. With a soft cap or dropout it spills: 0.76 to 0.99.
-    (160, 160, _WIDE_HALVES_OF_KEYS),
-    (192, 128, _WIDE_HALVES_OF_KEYS),
-    # 64 keys: no more fit on chip. One place for gradients of scores, so that two tiles of dout fit. Sums not by TMA:
-    # 8 % fewer cycles. Statistics multiplied: 2.6 % more.
-    (256, 256, BackwardConfig(
+    # flight. With 64 keys in split roles the sums of dq fill the way into the L2 cache.
+    Row(160, 160, _WIDE_HALVES_OF_KEYS,
+        measured="time of 64 keys in split roles over this, D 160, 8 heads (an H100): 4 × 4,096 tokens 1.35, causal "
+                 "1.28, 16 × 1,024 1.22 and 1.14, in order 1.33, packed 1.09, a window of 1,024 1.11; but 128 × 128, "
+                 "causal, 0.98. With a soft cap or dropout it spills: 0.76 to 0.99"),
+    Row(192, 128, _WIDE_HALVES_OF_KEYS,
+        measured="434, causal 396; with a producer 403 and 328; sums not by TMA 5 to 9 % fewer cycles"),
+    # 64 keys: no more fit on chip. One place for gradients of scores, so that two tiles of dout fit.
+    Row(256, 256, BackwardConfig(
         block_n=64, block_m=64, parts=1, stages=2, key_stages=1, dscore_stages=1,
         sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=False,
-    )),
+    ), measured="sums not by TMA 8 % fewer cycles; statistics multiplied 2.6 % more"),
 )
 
 #: With a soft cap, a score function or dropout, heads of 97 to 128: weights of half a tile of queries at a time, else a
@@ -123,23 +123,23 @@ _CAPPED_HALVES_OF_KEYS = _HALVES_OF_KEYS._replace(parts=2, statistics_multiplied
 #: with a soft cap at 8,192 tokens, full. ALiBi as a score function has no derivatives, and takes 0.89 and 1.69 (causal,
 #: on an H100); with the rows of the plain call, whose statistics were not multiplied then, 2.44 and 2.59.
 _BACKWARD_CAPPED_ROWS = (
-    # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, 64, BackwardConfig(
+    Row(64, 64, BackwardConfig(
         block_n=128, block_m=64, parts=1, stages=3, key_stages=2, dscore_stages=2,
         sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
-    )),
-    # With 64 keys the sums of dq fill the way into the L2 cache. Time of that, in split roles, over these two (an
-    # H100), 16 heads: of 96, 4 × 4,096 tokens, dropout 1.33, causal 1.23, a mask 1.36, a function with tanh, causal,
-    # 1.31; of 80, 16 × 1,024, dropout 1.34; of 128, 4 × 4,096, dropout 1.14 and 1.08, a soft cap 1.26 and 1.15. But of
-    # 128, 64 × 128, dropout, causal 0.87, and 2 × 4,096, 32 and 8 heads, 0.98.
-    (96, 96, _HALVES_OF_KEYS._replace(statistics_multiplied=False)),
-    (128, 128, _CAPPED_HALVES_OF_KEYS),
-    # With a block mask whose tiles have 64 keys; where tables are loaded (4 × 2,047 tokens, a bias: 0.84 of the time of
-    # 128 keys); and with derivatives apart, for which a thread with 128 keys spills 296 bytes (0.99 of the time).
-    (128, 128, BackwardConfig(
+    ), measured="6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94"),
+    # With 64 keys the sums of dq fill the way into the L2 cache.
+    Row(96, 96, _HALVES_OF_KEYS._replace(statistics_multiplied=False),
+        measured="time of 64 keys in split roles over this (an H100), 16 heads: of 96, 4 × 4,096 tokens, dropout 1.33, "
+                 "causal 1.23, a mask 1.36, a function with tanh, causal, 1.31; of 80, 16 × 1,024, dropout 1.34"),
+    Row(128, 128, _CAPPED_HALVES_OF_KEYS,
+        measured="likewise, of 128, 4 × 4,096, dropout 1.14 and 1.08, a soft cap 1.26 and 1.15; but 64 × 128, dropout, "
+                 "causal 0.87, and 2 × 4,096, 32 and 8 heads, 0.98"),
+    # With a block mask whose tiles have 64 keys; where tables are loaded; and with derivatives apart.
+    Row(128, 128, BackwardConfig(
         block_n=64, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
         sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
-    )),
+    ), measured="4 × 2,047 tokens, a bias: 0.84 of the time of 128 keys; derivatives apart, for which a thread with "
+                "128 keys spills 296 bytes: 0.99"),
     _BACKWARD_ROWS[-1],
 )
 
@@ -148,10 +148,10 @@ _BACKWARD_CAPPED_ROWS = (
 #: heads of 96), 0.92 and 1.55 (of 128), 1.88 and 3.40 (of 128, 2 × 4,096 tokens).
 _BACKWARD_BIAS_ROWS = (
     _BACKWARD_CAPPED_ROWS[0],
-    # 0.62 and 1.10; two stages 0.61 and 1.10, but D 80 at 1,024 tokens 0.264 instead of 0.245.
-    _BACKWARD_CAPPED_ROWS[1],
-    # 0.73 and 1.36, 1.44 and 3.00; two places for gradients of scores 0.79 and 1.37, 1.58 and 3.05.
-    (128, 128, _HALVES_OF_KEYS._replace(stages=2, dscore_stages=1, statistics_multiplied=False)),
+    Row(96, 96, _BACKWARD_CAPPED_ROWS[1].config,
+        measured="0.62 and 1.10; two stages 0.61 and 1.10, but D 80 at 1,024 tokens 0.264 instead of 0.245"),
+    Row(128, 128, _HALVES_OF_KEYS._replace(stages=2, dscore_stages=1, statistics_multiplied=False),
+        measured="0.73 and 1.36, 1.44 and 3.00; two places for gradients of scores 0.79 and 1.37, 1.58 and 3.05"),
     _BACKWARD_ROWS[-1],
 )
 
@@ -210,11 +210,11 @@ def _table_row(call: Call) -> BackwardConfig:
     Dropout, a score function, and a bias or a mask with rows and columns have tiles, random words and indices, which
     need registers as derivatives do, and dropped weights need delta apart from `dpᵀ`.
     """
-    spec, listed, (head_dim, head_dim_v) = call.spec, call.spec.block_shape is not None, call.head_dims
+    spec, listed = call.spec, call.spec.block_shape is not None
     tables, moved = table_bytes(call.aux.bias, call.aux.mask), moves_by_tma(call.aux.bias, call.dtype)
     changed = spec.dropout_p > 0 or spec.score_program is not None
     derivatives = has_derivatives(call)
-    rows: tuple[tuple[int, int, BackwardConfig], ...] = (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
+    rows: tuple[Row[BackwardConfig], ...] = (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
     bias_alone = moved and tables == BIAS_BYTES and not (changed or call.wanted.slopes)
     if bias_alone and not derivatives and not listed:
         rows = _BACKWARD_BIAS_ROWS
@@ -223,14 +223,15 @@ def _table_row(call: Call) -> BackwardConfig:
     # Addresses of tables that TMA does not bring need registers too.
     needs_registers = tables > (BIAS_BYTES if moved else 1) or separates_derivatives(call)
     queries, keys = call.block_tile
-    return next(
-        config
-        for heads, heads_v, config in rows
-        if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
-        if not (needs_registers and config == _CAPPED_HALVES_OF_KEYS)
+    served = (
+        row
+        for row in rows
+        if queries % row.config.block_m == keys % row.config.block_n == 0
+        if not (needs_registers and row.config == _CAPPED_HALVES_OF_KEYS)
         # Beside the producer of a block mask its products would wait for one another.
-        if not (listed and (heads, heads_v) == (160, 160))
+        if not (listed and row.head_dim == 160)
     )
+    return first_row(served, *call.head_dims)
 
 
 def has_function_derivative(score_program: str | None) -> bool:

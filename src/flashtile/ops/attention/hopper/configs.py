@@ -1,7 +1,7 @@
 """How the Hopper forward is cut, and what all Hopper kernels share: frozen rows, and the pure functions that read them.
 
-Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. `backward_configs` has those of the
-backward. Nothing here needs Triton, but `forward_config` asks for its version.
+Rows were measured on an H200 with Triton 3.6, bf16; `Row.measured`, or what stands above a name, says why.
+`backward_configs` has those of the backward. Nothing here needs Triton, but `forward_config` asks for its version.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from flashtile._backends.devices import triton_version
 from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.gpu.rows import Row, first_row
 from flashtile.ops.attention.gpu.score_source import reads_by_key, tile_values
 from flashtile.ops.attention.spec import FP8
 
@@ -29,27 +30,6 @@ CONSUMER_ROWS = 64
 #: Registers of a thread of the producer, a single warp, in either kernel. All warps together have 504 or 512 on each
 #: of 128 lanes.
 PRODUCER_REGISTERS = 24
-
-#: Numbers of queries up to which a sequence is short, and below which it is with a band.
-SHORT, SHORT_CAUSAL = 256, 2048
-
-#: Numbers of queries and keys up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with
-#: heads of 97 to 128, without a mask and under a causal one.
-HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
-
-#: Calls of up to so many keys have tiles of 64 if they fill an odd number of these, without a mask and with heads of 65
-#: to 128: half of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 ×
-#: 144 tokens, heads of 72, 80 and 96, 1.25, 1.21 and 1.22; 64 × 320 1.11, 1.13 and 1.11; 32 × 448 1.07, 1.00 and 1.04;
-#: 8 × 2,048 queries on 144 and 320 keys, heads of 128, 1.28 and 1.22. But on 1,100, heads of 80, 0.85; and 64 × 257, of
-#: 40, 1.01.
-HALF_ODD = 448
-
-#: Windows of up to so many keys besides a query's own have tiles of 64 keys: with heads of up to 64 columns, and with
-#: heads of up to 128. Microseconds on an H100 with 128 and 64 keys, 2 × 8,192 tokens unless said otherwise: 32 heads of
-#: 64, a window of 128 160 and 112, of 256 170 and 147, of 1,024 337 and 348; 4 × 4,096, 12 heads, 64 on either side, 76
-#: and 45; 16 of 96, 128 103 and 77, 256 127 and 88, 1,024 209 and 200; 16 of 128, 128 109 and 99, 256 126 and 106, 512
-#: 157 and 138, 1,024 230 and 216, 1 × 16,384, 4,096, 645 and 679; 32 and 8 heads of 128, 256, 222 and 171.
-HALF_WINDOW, HALF_WINDOW_WIDE = 512, 1024
 
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
@@ -139,35 +119,37 @@ def _part_width(head_dim_v: int) -> int:
 
 
 #: Two consumers of 128 keys. Heads of 128: half of the exponentials ahead up to 3 % more cycles, none 6 to 11 % more.
-#: Four stages of half the keys, or keys and values released together: nothing gained. Queries in registers: such
-#: products take longer to issue (622 for 648).
+#: Four stages of half the keys, or keys and values released together: nothing gained.
 _TWO_CONSUMERS = HopperConfig(
     consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
 )
 
-#: More queries per byte of keys (509; two consumers 451). With so many, others multiply while one computes its
+#: More queries per byte of keys. With so many, others multiply while one computes its
 #: exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
 _THREE_CONSUMERS = _TWO_CONSUMERS._replace(
     consumers=3, stages=4, registers=160, max_registers=128, ahead=0, in_turn=True
 )
 
-#: (widest head_dim, widest part of head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
+# fmt: off
+#: By the columns of q and of a part of v. TFLOP/s of one run at 8,192 tokens without a mask, unless said otherwise.
 _ROWS = (
-    (64, 64, _THREE_CONSUMERS),
-    # In turn: 0.63 ms instead of 0.72 (4 sequences of 4,096 tokens, 16 heads of 96), causal 0.36 instead of 0.40; D 80
-    # 0.59 instead of 0.63. Three consumers of 64 keys 0.65 and 0.36.
-    (96, 96, _TWO_CONSUMERS._replace(in_turn=True)),
-    (128, 128, _TWO_CONSUMERS),
+    Row(64, 64, _THREE_CONSUMERS, measured="509; two consumers 451"),
+    Row(96, 96, _TWO_CONSUMERS._replace(in_turn=True),
+        measured="in turn 0.63 ms instead of 0.72 (4 sequences of 4,096 tokens, 16 heads of 96), causal 0.36 instead "
+                 "of 0.40; D 80 0.59 instead of 0.63; three consumers of 64 keys 0.65 and 0.36"),
+    Row(128, 128, _TWO_CONSUMERS, measured="648; queries in registers, whose products take longer to issue, 622"),
     # Shared memory: the output of one consumer after the other goes through one place.
-    (192, 128, _TWO_CONSUMERS),
-    # Half of the exponentials ahead: full 2.6 % fewer cycles than all of them, causal the same.
-    (192, 192, _TWO_CONSUMERS._replace(block_n=64, stages=3, ahead=32)),
-    # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
-    (256, 256, _TWO_CONSUMERS._replace(block_n=64, in_turn=True)),
-    # Queries take 128 KiB, and keys and values of one stage 96. 1.13 ms, causal 0.62 (4 sequences of 4,096 tokens, 4
-    # heads of 512); in turn 1.23 and 0.64, half of the exponentials ahead 1.17 and 0.62.
-    (512, 256, _TWO_CONSUMERS._replace(block_n=64, stages=1)),
+    Row(192, 128, _TWO_CONSUMERS),
+    Row(192, 192, _TWO_CONSUMERS._replace(block_n=64, stages=3, ahead=32),
+        measured="half of the exponentials ahead: full 2.6 % fewer cycles than all of them, causal the same"),
+    Row(256, 256, _TWO_CONSUMERS._replace(block_n=64, in_turn=True),
+        measured="half of the exponentials ahead: up to 2 % more cycles; in turn: 0.7 % fewer"),
+    # Queries take 128 KiB, and keys and values of one stage 96.
+    Row(512, 256, _TWO_CONSUMERS._replace(block_n=64, stages=1),
+        measured="1.13 ms, causal 0.62 (4 sequences of 4,096 tokens, 4 heads of 512); in turn 1.23 and 0.64, half of "
+                 "the exponentials ahead 1.17 and 0.62"),
 )
+# fmt: on
 
 #: Instead of the row of 64 columns in bfloat16 and 8 bits from Triton 3.8 on. Of its code, ptxas stores and loads 37 to
 #: 53 values of a thread in each step of 128 keys, and 16 of older Triton's. Microseconds on an H100 of that row with
@@ -186,6 +168,9 @@ _NARROW = HopperConfig(
     consumers=2, block_n=128, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=64
 )
 
+#: Numbers of queries up to which a sequence is short, and below which it is with a band.
+SHORT, SHORT_CAUSAL = 256, 2048
+
 #: Instead of that and of the row of 128 columns, where sequences are shorter still, and in narrow windows
 #: (`HALF_WINDOW`): less of the tiles on the diagonal is hidden, and the first tile is there sooner. Microseconds, this
 #: and 128 keys, causal: heads of 64, 16 of them, 32 × 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9
@@ -194,6 +179,24 @@ _NARROW = HopperConfig(
 _HALF_KEYS = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
 )
+
+#: Numbers of queries and keys up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with
+#: heads of 97 to 128, without a mask and under a causal one.
+HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
+
+#: Calls of up to so many keys have tiles of 64 if they fill an odd number of these, without a mask and with heads of 65
+#: to 128: half of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 ×
+#: 144 tokens, heads of 72, 80 and 96, 1.25, 1.21 and 1.22; 64 × 320 1.11, 1.13 and 1.11; 32 × 448 1.07, 1.00 and 1.04;
+#: 8 × 2,048 queries on 144 and 320 keys, heads of 128, 1.28 and 1.22. But on 1,100, heads of 80, 0.85; and 64 × 257, of
+#: 40, 1.01.
+HALF_ODD = 448
+
+#: Windows of up to so many keys besides a query's own have tiles of 64 keys: with heads of up to 64 columns, and with
+#: heads of up to 128. Microseconds on an H100 with 128 and 64 keys, 2 × 8,192 tokens unless said otherwise: 32 heads of
+#: 64, a window of 128 160 and 112, of 256 170 and 147, of 1,024 337 and 348; 4 × 4,096, 12 heads, 64 on either side, 76
+#: and 45; 16 of 96, 128 103 and 77, 256 127 and 88, 1,024 209 and 200; 16 of 128, 128 109 and 99, 256 126 and 106, 512
+#: 157 and 138, 1,024 230 and 216, 1 × 16,384, 4,096, 645 and 679; 32 and 8 heads of 128, 256, 222 and 171.
+HALF_WINDOW, HALF_WINDOW_WIDE = 512, 1024
 
 #: One or two key tiles of 64 columns without a mask: a consumer has no other product for its exponentials to overlap
 #: with, and those of one program begin and end together. Two programs with one each do not. Microseconds, this,
@@ -245,7 +248,7 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
     dropout, blocks = spec.dropout_p > 0, spec.block_shape is not None
     tables = table_bytes(call.aux.bias, call.aux.mask) + function_bytes(spec.score_program)
     widest, part = max(head_dim, head_dim_v), _part_width(head_dim_v)
-    row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and part <= heads_v)
+    row = first_row(_ROWS, head_dim, part)
     max_seqlen_q = call.aux.max_seqlen_q
     long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:

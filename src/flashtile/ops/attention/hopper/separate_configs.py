@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.rows import Row, first_row
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, SHARED_MEMORY
 
 #: Rows and columns of a chunk, and the bytes of one of 16-bit numbers.
@@ -36,7 +37,7 @@ STATISTIC_ROWS = 16
 #: Chunks of q and k, and of dout and v, that kernels are compiled for: a call takes the first that holds it, and the
 #: columns that it does not have are zeros. For many others, such as 6 and 5 or 7 and 7, ptxas 12.8 computes descriptors
 #: in a way that the search for wrong machine code cannot follow to the PTX (`tests/**/control_flow.py`).
-_CUTS = ((2, 5), (5, 5), (2, 8), (8, 2), (8, 8))
+_CUTS = tuple(Row(CHUNK * q, CHUNK * v, (q, v)) for q, v in ((2, 5), (5, 5), (2, 8), (8, 2), (8, 8)))
 
 
 class WideBackwardConfig(NamedTuple):
@@ -60,8 +61,7 @@ class WideBackwardConfig(NamedTuple):
 
 def choose_wide_backward_config(head_dim: int, head_dim_v: int) -> WideBackwardConfig:
     """The cut of a call: own rows take what they need, and visited ones what is left, up to two steps of them."""
-    needed, needed_of_values = -(-head_dim // CHUNK), -(-head_dim_v // CHUNK)
-    chunks, value_chunks = next(cut for cut in _CUTS if needed <= cut[0] and needed_of_values <= cut[1])
+    chunks, value_chunks = first_row(_CUTS, head_dim, head_dim_v)
     parts = -(-value_chunks // _MAX_SUM_CHUNKS)
     room = (SHARED_MEMORY - _OVERHEAD) // _CHUNK_BYTES
     sum_chunks = -(-value_chunks // parts)
