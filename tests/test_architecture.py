@@ -36,84 +36,57 @@ MAX_FILES_OF_A_MODIFIER = 9
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
 PASS_ON = {"repeated", "select", "inspection", "operator"}
+
+
+def _by_name(text: str) -> dict[str, set[str]]:
+    """Lines of a name and what belongs to it."""
+    lines = (line.partition(":") for line in text.strip().split("\n"))
+    return {name.strip(): set(names.split()) for name, _, names in lines}
+
+
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
-#: `select`, and `reference` for the backward of the backward.
-WITHIN_OPERATION = {
-    "__init__": set(),
-    "api": {
-        "block_mask",
-        "checks",
-        "linear",
-        "layers",
-        "operator",
-        "options",
-        "repeated",
-        "select",
-        "shared",
-        "spec",
-        "tables",
-    },
-    "shared": {"operator", "rows", "spec"},
-    "trees": set(),
-    "rows": {"spec"},
-    "score_arguments": {"score_program", "score_tracing", "spec"},
-    "options": {"block_mask", "checks", "philox", "score_arguments", "score_program", "select", "spec"},
-    "checks": {"block_mask", "rows", "spec"},
-    "pytorch": {"api", "block_mask", "checks", "options", "score_tracing", "spec"},
-    "partial": {
-        "block_mask",
-        "checks",
-        "operator",
-        "options",
-        "score_arguments",
-        "score_program",
-        "score_tracing",
-        "spec",
-        "tile_lists",
-    },
-    "repeated": {"block_mask", "call", "checks", "philox", "rows", "score_tracing", "select", "spec"},
-    "operator": {
-        "checks",
-        "cpu",
-        "derivatives",
-        "hopper",
-        "philox",
-        "reference",
-        "rows",
-        "repeated",
-        "score_program",
-        "select",
-        "spec",
-        "triton",
-    },
-    # And the `backend` of each package, which needs no Triton.
-    "select": {"call", "checks", "score_program", "spec"},
-    "derivatives": {"call", "reference", "row_weights", "score_program", "score_tracing", "spec"},
-    "row_weights": {"block_mask", "philox", "score_program", "spec"},
-    "inspection": {"call", "checks", "operator", "options", "partial", "row_weights", "select", "spec"},
-    "gpu": {"call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},
-    "call": {"spec"},
-    "philox": {"spec"},
-    "merge": {"spec"},
-    "linear": {"spec"},
-    "layers": {"spec"},
-    "tables": set(),
-    "spec": set(),
-    "tile_lists": set(),
-    "mask_sources": {"tile_lists"},
-    "mask_intervals": {"mask_sources", "tile_lists"},
-    "block_mask": {"mask_intervals", "mask_sources", "spec", "tile_lists"},
-    "patterns": {"block_mask", "mask_intervals", "mask_sources", "tile_lists"},
-    "score_program": set(),
-    "score_symbols": {"score_program"},
-    "score_tracing": {"score_program", "score_symbols"},
-    "reference": {"block_mask", "philox", "rows", "score_program", "spec"},
-    "cpu": {"block_mask", "call", "losses", "philox", "rows", "score_program", "score_tracing", "spec"},
-    "kernels": {"spec"},
-    "triton": {"call", "gpu", "rows", "spec"},
-    "hopper": {"call", "gpu", "spec"},
-    "split": {"call", "spec"},
-}
+#: `select`, and `reference` for the backward of the backward. `select` imports the `backend` of each package too, which
+#: needs no Triton.
+WITHIN_OPERATION = _by_name("""
+    __init__:
+    api: block_mask checks layers linear operator options repeated select shared spec tables
+    shared: operator rows spec
+    trees:
+    rows: spec
+    score_arguments: score_program score_tracing spec
+    options: block_mask checks philox score_arguments score_program select spec
+    checks: block_mask rows spec
+    pytorch: api block_mask checks options score_tracing spec
+    partial: block_mask checks operator options score_arguments score_program score_tracing spec tile_lists
+    repeated: block_mask call checks philox rows score_tracing select spec
+    operator: checks cpu derivatives hopper philox reference repeated rows score_program select spec triton
+    select: call checks score_program spec
+    derivatives: call reference row_weights score_program score_tracing spec
+    row_weights: block_mask philox score_program spec
+    inspection: call checks operator options partial row_weights select spec
+    gpu: call philox score_program score_tracing spec tile_lists
+    call: spec
+    philox: spec
+    merge: spec
+    linear: spec
+    layers: spec
+    tables:
+    spec:
+    tile_lists:
+    mask_sources: tile_lists
+    mask_intervals: mask_sources tile_lists
+    block_mask: mask_intervals mask_sources spec tile_lists
+    patterns: block_mask mask_intervals mask_sources tile_lists
+    score_program:
+    score_symbols: score_program
+    score_tracing: score_program score_symbols
+    reference: block_mask philox rows score_program spec
+    cpu: block_mask call losses philox rows score_program score_tracing spec
+    kernels: spec
+    triton: call gpu rows spec
+    hopper: call gpu spec
+    split: call spec
+""")
 #: What kernels of one operation take from another's: the vocabulary of the Hopper kernels.
 HOPPER_VOCABULARY = "attention.hopper.primitives"
 #: A plan that chooses between packages of kernels, and between these and the forward of attention.
@@ -123,20 +96,9 @@ FORWARD_OVER_CACHES = "attention.hopper.cache_launch"
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "repeated", "split_keys", "tiles", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
 GATHERED = "decompositions"
+_PUBLIC = "bench cli compat distributed integrations io_model learn models modules prefix_trees testing"
 #: Packages that stand on the public names, as a user does.
-ON_PUBLIC_NAMES = {
-    "bench",
-    "cli",
-    "compat",
-    "distributed",
-    "integrations",
-    "io_model",
-    "learn",
-    "models",
-    "modules",
-    "prefix_trees",
-    "testing",
-}
+ON_PUBLIC_NAMES = set(_PUBLIC.split())
 #: Comparing sizes that may be symbolic, which every package does alike.
 SIZES = ["ops", "common", "sizes"]
 #: PyTorch's functions that make a tensor on the default device unless they are told another.
