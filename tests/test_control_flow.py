@@ -1,5 +1,7 @@
 """What `control_flow` finds in listings and PTX that are written for it, and in what the installed ptxas makes."""
 
+from __future__ import annotations
+
 import subprocess
 from pathlib import Path
 

@@ -4,6 +4,8 @@ What is held: the tiles of every row fit the on-chip memory, registers spill no 
 were chosen, the matrix products of Hopper run asynchronously, and every feature compiles.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any, NamedTuple
 

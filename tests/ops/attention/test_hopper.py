@@ -1,5 +1,7 @@
 """The Hopper kernels: which calls they serve, how a launch is planned, and their machine code, all without a GPU."""
 
+from __future__ import annotations
+
 import collections
 import itertools
 import math

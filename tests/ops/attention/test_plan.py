@@ -1,5 +1,7 @@
 """The plan of a launch: how many programs, which arguments, and what decides that a kernel is compiled anew."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Score functions on the portable kernels: pairs with other features, each operation that their sources have, and what
 they refuse."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """The cross-entropy kernels compiled ahead of time for every architecture, none of which need be present."""
 
+from __future__ import annotations
+
 import itertools
 import re
 from typing import Any, NamedTuple

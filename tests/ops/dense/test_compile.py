@@ -4,6 +4,8 @@ What is held: nothing spills, memory is read and written 16 bytes at a time, the
 stay on a multiprocessor fit there together.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 from unittest import mock
 

@@ -4,6 +4,8 @@ What is held: nothing spills more than was found when the cuts were chosen, memo
 time, the backward reads ahead, and programs that stay on a multiprocessor fit there together.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any, NamedTuple
 from unittest import mock

@@ -1,5 +1,7 @@
 """The rotary kernel compiled ahead of time for every architecture, none of which need be present."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 from unittest import mock
 
