@@ -249,3 +249,11 @@ def test_under_autocast_it_tells_of_the_dtype_that_the_call_has(monkeypatch):
     with torch.autocast("cpu", torch.float16):
         found = flashtile.explain(rows, rows, rows, causal=True)
     assert "torch.float16" in found.reason and "longer in float16" in found.kernels[-1].name
+
+
+@pytest.mark.parametrize("seq_q, seq_k", [(300, 0), (0, 300)])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_calls_without_queries_or_keys_are_explained(backend, seq_q, seq_k):
+    q, k = (torch.empty(2, seq, 4, 64, dtype=torch.bfloat16, device="meta") for seq in (seq_q, seq_k))
+    found = flashtile.explain(q, k, k, window=(50, None), backend=backend, device="sm_90")
+    assert [kernel.name for kernel in found.kernels][1:] == (["backward"] if backend == "hopper" else ["dq", "dkdv"])

@@ -431,11 +431,10 @@ def _takes_whole_lines(call: Call, config: BackwardConfig) -> bool:
     neither cleared nor rounded by a kernel, and have a fixed order. It pays where key tiles are few, and lines so many
     that all thread blocks have about as many. The keys of the call, which is dense, do not end earlier."""
     spec, rows_q, programs = call.spec, call.rows_q, call.multiprocessors
-    may = config.producer and config.sums_by_tma and spec.block_shape is None
+    lines, key_tiles = call.batch * call.heads_kv, -(-call.rows_k // config.block_n)
+    may = config.producer and config.sums_by_tma and spec.block_shape is None and lines * key_tiles > 0
     if not may or call.band_hides_rows:
         return False
-    lines = call.batch * call.heads_kv
-    key_tiles = -(-call.rows_k // config.block_n)
     rounds = -(-lines // programs) * key_tiles / -(-lines * key_tiles // programs)
     visited = -(-rows_q // config.block_m) * config.block_m  # of a head, in the mean
     if spec.window_left is not None and spec.window_right is not None:
