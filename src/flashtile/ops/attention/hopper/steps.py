@@ -66,6 +66,7 @@ from flashtile.ops.attention.hopper.primitives import (
     product_layout,
     release,
     row_maximum,
+    tile_slice,
     wait_products,
 )
 from flashtile.ops.attention.hopper.schedule import LocatedTile
@@ -360,7 +361,8 @@ def step_values_kernel(
 @gluon.jit
 def load_values(v, weights, weights_full, weights_desc, v_desc, step, column, config):
     """Producer: weights and values of all tiles, from the last one on. A tile of both has one place."""
-    BYTES: gl.constexpr = M * v.ROWS * v.tiles.dtype.primitive_bitwidth // 8
+    THERE: gl.constexpr = weights_desc.block_shape[-2]
+    BYTES: gl.constexpr = THERE * v.ROWS * v.tiles.dtype.primitive_bitwidth // 8
     cached = Cached(Chunks(v_desc, None), step.place.v_begin, step.place.v_apart, column)
     for done in range(step.tiles):
         tile = step.tiles - 1 - done
@@ -368,7 +370,8 @@ def load_values(v, weights, weights_full, weights_desc, v_desc, step, column, co
         load_tile(v, slot, cached, tile, step, config)
         full = weights_full.index(slot.place)
         mbarrier.expect(full, BYTES)
-        tma_load(weights_desc, [step.pair, 0, tile * v.ROWS], full, weights.index(slot.place))
+        there = tile_slice(weights.index(slot.place), 0, THERE, 1)  # nobody reads what other rows add up to
+        tma_load(weights_desc, [step.pair, 0, tile * v.ROWS], full, there)
 
 
 @gluon.jit
@@ -430,10 +433,12 @@ def sum_values(
     gl.store(places, out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-#: Tiles of keys, and of weights and values, on chip.
-_KEY_STAGES, _VALUE_STAGES = 4, 6
+#: Tiles of keys, and of weights and values, on chip; bytes of the latter at most.
+_KEY_STAGES, _VALUE_STAGES, _VALUE_BYTES = 4, 9, 216 * 1024
 #: Columns of the values that a thread block sums at least.
-_LEAST_COLUMNS = 32
+_LEAST_COLUMNS = 16
+#: Rows of the weights that a copy moves: a multiple of those that are swizzled together.
+_BOX_ROWS = 8
 #: Registers of a thread that sums weights, and of all threads on average.
 _SUM_REGISTERS, _REGISTERS = 96, 128
 
@@ -482,7 +487,7 @@ def step_kernels(call: SplitCall, described: Call, config: HopperConfig, rows: C
         },
         "v_desc": TmaTensor("v", call.dtype, (*box, columns), row_layout(v.shape, v.strides, bounded=True)),
         "weights_desc": TmaTensor(
-            "weights", call.dtype, (1, M.value, config.block_n),
+            "weights", call.dtype, (1, _BOX_ROWS * -(-group // _BOX_ROWS), config.block_n),
             strided_layout((pairs, group, padded), (group * padded, padded, 1)),
         ),
         "weights_ptr": pointer_to(call.dtype, 16),
@@ -514,13 +519,14 @@ def step_kernels(call: SplitCall, described: Call, config: HopperConfig, rows: C
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "SUM_REGISTERS": _SUM_REGISTERS,
     }
+    value_stages = min(_VALUE_STAGES, _VALUE_BYTES // (2 * config.block_n * (M.value + columns)))
     kernels = {
         "weights": Kernel(
             step_weights_kernel, parameters, {**constants, "STAGES": _KEY_STAGES}, pairs * splits,
             buffers={"raised_ptr": "flags"}, max_registers=_REGISTERS,
         ),
         "values": Kernel(
-            step_values_kernel, parameters, {**constants, "STAGES": _VALUE_STAGES}, pairs * parts,
+            step_values_kernel, parameters, {**constants, "STAGES": value_stages}, pairs * parts,
             max_registers=_REGISTERS,
         ),
     }  # fmt: skip
