@@ -13,7 +13,7 @@ from flashtile.ops.common.batch_invariance import MODE, check_cache
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache import checks, repeated
-from flashtile.ops.kv_cache.operator import remember, run_with_cache, run_with_shared_rows
+from flashtile.ops.kv_cache.operator import remember, run_with_cache
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 _BACKENDS = standard_backends("kv_cache")
@@ -129,14 +129,13 @@ def attention_with_kv_cache(
         q, k_cache, v_cache, k, v, cache_lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,
         rotary_sin, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_new, descale_k, descale_v, tree_mask,
     )  # fmt: skip
-    key = None
-    if shared_rows is None:
-        options = (
-            scale, causal, softcap, rotary_interleaved, num_splits, return_lse, batch_invariant, invariant, backend
-        )  # fmt: skip
-        key = repeated.call_key(given, options, window, max_seqlen_q)
-        if key is not None and (results := repeated.served(key, given)) is not None:
-            return results if return_lse else results[0]
+    options = (
+        scale, causal, softcap, rotary_interleaved, shared_rows, num_splits, return_lse, batch_invariant, invariant,
+        backend,
+    )  # fmt: skip
+    key = repeated.call_key(given, options, window, max_seqlen_q)
+    if key is not None and (results := repeated.served(key, given)) is not None:
+        return results if return_lse else results[0]
     _BACKENDS.check(backend)
     common.raise_not_bool(
         causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse, batch_invariant=batch_invariant
@@ -175,10 +174,17 @@ def attention_with_kv_cache(
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
     checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
     scale = common.resolve_scale(scale, head_dim, q.dtype)
+    shared = 0
+    if shared_rows is not None:
+        refused = {
+            "window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos,
+            "cache_left_padding": cache_left_padding,
+        }  # fmt: skip
+        shared = checks.resolve_shared_rows(shared_rows, capacity, refused)
     spec = CacheSpec(
         length, scale, left, right, softcap=common.resolve_softcap(softcap, scale, q.dtype),
         interleaved=rotary_interleaved, num_splits=checks.resolve_splits(num_splits), max_seqlen_q=longest,
-        factors_of_rows=of_rows, batch_invariant=invariant,
+        factors_of_rows=of_rows, batch_invariant=invariant, shared_rows=shared,
     )  # fmt: skip
     call = CacheCall(*given)._replace(  # type: ignore[arg-type]
         cache_lengths=lengths,
@@ -189,15 +195,7 @@ def attention_with_kv_cache(
         descale_v=factors[1],
         tree_mask=tree_mask,
     )
-    if shared_rows is None:
-        out, lse = run_with_cache(call, spec, backend)
-    else:
-        refused = {
-            "window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos,
-            "cache_left_padding": cache_left_padding,
-        }  # fmt: skip
-        shared = checks.resolve_shared_rows(shared_rows, capacity, refused)
-        out, lse = run_with_shared_rows(call, spec, shared, backend)
+    out, lse = run_with_cache(call, spec, backend)
     if key is not None:
         remember(key, given, call, spec, backend)
     return (out, lse) if return_lse else out

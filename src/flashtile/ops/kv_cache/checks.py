@@ -404,7 +404,7 @@ def resolve_shared_rows(shared_rows: int, capacity: int, refused: Mapping[str, o
     return shared_rows
 
 
-def check_behind_shared_rows(call: CacheCall, spec: CacheSpec, shared: int) -> None:
+def check_behind_shared_rows(call: CacheCall, spec: CacheSpec) -> None:
     """Whether all queries stand behind the common rows, as checks of values are."""
     if torch.compiler.is_compiling() or not common.readable(call.q):
         return
@@ -414,8 +414,8 @@ def check_behind_shared_rows(call: CacheCall, spec: CacheSpec, shared: int) -> N
         for length, new, queries in zip(before, new_counts(call), query_counts(call))
         if new or queries
     ]
-    if firsts and min(firsts) < shared:
+    if firsts and min(firsts) < spec.shared_rows:
         raise ValueError(
             f"shared_rows: expected at most {max(min(firsts), 0)}, the rows before the first new row and the first "
-            f"query of each sequence, got {shared}; pass fewer"
+            f"query of each sequence, got {spec.shared_rows}; pass fewer"
         )

@@ -53,7 +53,11 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     checks.check_values(call, spec)
     if call.k is not None and call.k.numel():
         checks.check_destinations(call, spec)
-    out, lse = _module(call, backend).forward(_readable(call), spec)
+    if spec.shared_rows and call.batch:
+        checks.check_behind_shared_rows(call, spec)
+        out, lse = _forward_behind_prefix(_readable(call), spec, backend)
+    else:
+        out, lse = _module(call, backend).forward(_readable(call), spec._replace(shared_rows=0))
     if call.k is not None:
         factors = (call.descale_k, call.descale_v) if spec.factors_of_rows else ()
         repeated.mark_written([each for each in (call.k_cache, call.v_cache, *factors) if each is not None])
@@ -119,14 +123,15 @@ _read, _append = (
 # prefix, so it sees all of that.
 
 
-def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) as of `run_with_cache`."""
-    if not shared or not call.batch:
-        return run_with_cache(call, spec, backend)
-    checks.check_behind_shared_rows(call, spec, shared)
-    left = torch.full((call.batch,), shared, dtype=torch.int32, device=call.q.device)
-    own, own_lse = run_with_cache(call._replace(cache_left_padding=left), spec, backend)
-    of_prefix, prefix_lse = run_with_cache(*_prefix_call(call, spec, shared), backend)
+def _forward_behind_prefix(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
+    """Runs the backend that serves the call: at once where it can, else prefix and own rows apart."""
+    module = _module(call, backend)
+    at_once = getattr(module, "forward_behind_prefix", None)
+    if at_once is not None and (results := at_once(call, spec)) is not None:
+        return results
+    left = torch.full((call.batch,), spec.shared_rows, dtype=torch.int32, device=call.q.device)
+    own, own_lse = module.forward(call._replace(cache_left_padding=left), spec._replace(shared_rows=0))
+    of_prefix, prefix_lse = module.forward(*_prefix_call(call, spec))
     packed, (heads, width) = call.cu_seqlens_q is not None, own.shape[-2:]
     batch, rows = (1, call.q.shape[0]) if packed else call.q.shape[:2]
     acc = own.new_empty((batch, rows, heads, width), dtype=own_lse.dtype)
@@ -138,7 +143,7 @@ def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend:
     return out.view(own.shape), lse.view(own_lse.shape)
 
 
-def _prefix_call(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall, CacheSpec]:
+def _prefix_call(call: CacheCall, spec: CacheSpec) -> tuple[CacheCall, CacheSpec]:
     """The call in which all queries attend to the prefix, where sequence 0 has it."""
     q, starts, longest = call.q, call.cu_seqlens_q, 0
     if starts is None:
@@ -153,7 +158,9 @@ def _prefix_call(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCa
     if prefix.block_table is prefix.cache_batch_indices is None:
         caches = ("k_cache", "v_cache", "descale_k", "descale_v")
         prefix = prefix._replace(**{name: _first(getattr(call, name)) for name in caches})
-    return prefix, spec._replace(length=shared, window_left=None, window_right=None, max_seqlen_q=longest)
+    return prefix, spec._replace(
+        length=spec.shared_rows, window_left=None, window_right=None, max_seqlen_q=longest, shared_rows=0
+    )
 
 
 def _first(tensor: Tensor | None) -> Any:

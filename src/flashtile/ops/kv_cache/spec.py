@@ -52,6 +52,7 @@ class CacheSpec(NamedTuple):
         max_seqlen_q: queries of a sequence at most, of a packed call.
         factors_of_rows: each row and head of an 8-bit cache has a factor, and the call writes those of new rows.
         batch_invariant: as in `attention.spec.AttentionSpec`.
+        shared_rows: so many first rows are those of sequence 0, for all sequences.
     """
 
     length: int
@@ -64,6 +65,7 @@ class CacheSpec(NamedTuple):
     max_seqlen_q: int = 0
     factors_of_rows: bool = False
     batch_invariant: bool = False
+    shared_rows: int = 0
 
     @property
     def banded(self) -> bool:

@@ -3,6 +3,7 @@ launches of a call that is described as for the portable kernels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,12 +17,19 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CachedRows
-from flashtile.ops.attention.hopper.configs import HopperConfig, alone_with_stages, forward_config, value_parts
+from flashtile.ops.attention.hopper.configs import (
+    CONSUMER_ROWS,
+    HopperConfig,
+    alone_with_stages,
+    forward_config,
+    value_parts,
+)
 from flashtile.ops.attention.hopper.forward import forward_kernel
 from flashtile.ops.attention.hopper.launch import tile_counter
 from flashtile.ops.attention.hopper.steps import step_kernels
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
+from flashtile.ops.common.split_keys.configs import MAX_SPLITS, choose_splits
 from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
 
 
@@ -101,6 +109,60 @@ def plan_chunks(
     }  # fmt: skip
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
     return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(results, device), dynamic)
+
+
+def plan_segments(call: SplitCall, outer: int, device: torch.device) -> tuple[Kernel, int, int]:
+    """The forward of all queries over the first rows of sequence 0, which they all see, in segments that fill a GPU.
+
+    Args:
+        call: of one sequence, whose rows are query heads of a group and queries; q `[segments, heads, rows, head_dim]`
+            contiguous.
+        outer: entries or pages of the caches.
+
+    Returns:
+        The kernel, with buffers "rows" for q and "prefix_out" `[segments, heads, rows, head_dim_v]`, "prefix_lse",
+        "prefix_lengths" and "counter", as tiles are taken as they come if there are many; how many segments there are,
+        and the rows of each.
+    """
+    _, rows, heads, _, head_dim, head_dim_v = call.shape
+    many = describe_over_cache(call._replace(shape=(MAX_SPLITS, *call.shape[1:])), outer, device)
+    config = forward_config(many)
+    if rows <= CONSUMER_ROWS:
+        config = alone_with_stages(config, head_dim, head_dim_v)
+    key_tiles = -(-call.capacity // config.block_n)
+    lines = value_parts(head_dim_v) * heads
+    slots = config.resident * many.multiprocessors
+    segments = choose_splits(many.tiles(rows, config.block_m) * lines, key_tiles, slots)
+    whole = math.lcm(config.block_n, call.page_size or 1)
+    segment = -(-call.capacity // (segments * whole)) * whole
+    segments = -(-call.capacity // segment)
+    q_strides = heads * rows * head_dim, head_dim, rows * head_dim
+    caches = call.strides[1:]
+    if not call.page_size:
+        caches = tuple((segment * row, row, head) for _, row, head in caches)
+        outer = segments
+    call = call._replace(
+        shape=(segments, *call.shape[1:]), strides=(q_strides, *caches), capacity=segment,
+        stride_table=segment // call.page_size if call.page_size else 0,
+    )  # fmt: skip
+    described = describe_over_cache(call, outer, device)
+    described.check_sizes()
+    tiles = described.tiles(rows, config.block_m)
+    check_programs("q", tiles * lines * segments)
+    programs = min(tiles * lines * segments, slots)
+    dynamic = tiles * lines * segments > programs
+    cached = CachedRows.from_call(call, config.block_n, 0)
+    kernel = forward_kernel(described, config, programs, tiles, lines * segments, dynamic, cached)
+    buffers = {"q": "rows", "k": "k_cache", "v": "v_cache", "out": "prefix_out"}
+    moved = {**kernel.parameters, **_moved_by_group(described, kernel)}
+    parameters = {
+        name: of._replace(buffer=buffers.get(of.buffer, of.buffer)) if isinstance(of, TmaTensor) else of
+        for name, of in moved.items()
+    }
+    kernel = kernel._replace(
+        parameters=parameters, buffers={"lse_ptr": "prefix_lse", "lengths": "prefix_lengths"}
+    )  # fmt: skip
+    return kernel, segments, segment
 
 
 def _takes_heads_as_rows(call: SplitCall) -> bool:

@@ -432,25 +432,83 @@ def products_by_chunks(
     return products
 
 
+class Prefix(NamedTuple):
+    """Pointers to the results of segments of a common prefix, by the forward of attention, which join those of splits;
+    None without.
+
+    Attributes:
+        out: `[segments, heads_kv, queries · group, head_dim_v]`, the heads of a group one after another.
+        lse: `[segments, heads_kv, queries · group]`, natural logarithm.
+        starts: of packed queries, as in `rows.Sequences`: those past the last sequence see nothing.
+    """
+
+    out: Any
+    lse: Any
+    starts: Any
+
+
+class PrefixSizes(NamedTuple):
+    """Segments of a prefix, query heads of a key/value head, and packed sequences; None for what a call does not
+    have."""
+
+    segments: Any
+    group: Any
+    batch: Any
+
+
 @triton.jit
 def combine_kernel(
-    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
+    parts_ptr, parts_lse_ptr, prefix, out_ptr, lse_ptr, rows, heads, seq_q, splits, prefix_sizes,
     HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.
 
-    `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`.
+    `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`. `prefix`: a
+    `Prefix`, `prefix_sizes`: `PrefixSizes`.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // heads // seq_q
     statistic = (sequence * heads + row % heads) * seq_q + row // heads % seq_q
-    column = tl.arange(0, BLOCK_E)[None, :]
     row_max = -float("inf")
     row_sum = 0.0
     acc = tl.zeros((BLOCK_E,), tl.float32)
+    acc, row_max, row_sum = add_parts(
+        acc, row_max, row_sum, parts_ptr, parts_lse_ptr, row, statistic, rows, splits, HEAD_DIM_V=HEAD_DIM_V,
+        BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, UNIT=1.0,
+    )  # fmt: skip
+    if prefix.out is not None:
+        query = row // heads
+        head = row % heads
+        segments = prefix_sizes.segments
+        group = prefix_sizes.group
+        if prefix.starts is not None:
+            segments = tl.where(query < tl.load(prefix.starts + prefix_sizes.batch), segments, 0)
+        place = (head // group * (rows // heads) + query) * group + head % group
+        acc, row_max, row_sum = add_parts(
+            acc, row_max, row_sum, prefix.out, prefix.lse, place, place, rows, segments, HEAD_DIM_V=HEAD_DIM_V,
+            BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, UNIT=LOG2_E,
+        )  # fmt: skip
+    nothing = row_sum == 0.0
+    divisor = tl.where(nothing, 1.0, row_sum)
+    tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
+    column = tl.arange(0, BLOCK_E)
+    out = (acc / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)
+
+
+@triton.jit
+def add_parts(
+    acc, row_max, row_sum, parts_ptr, parts_lse_ptr, row, statistic, rows, splits,
+    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts `[splits, rows, head_dim_v]` of a row to the merge so far. `statistic`: the place of its lse,
+    which UNIT is multiplied with for units of log2."""
+    column = tl.arange(0, BLOCK_E)[None, :]
     for first in range(0, splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         lse = tl.load(parts_lse_ptr + split.to(tl.int64) * rows + statistic, mask=split < splits, other=-float("inf"))
+        if UNIT != 1.0:
+            lse *= UNIT
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         weight = tl.exp2(lse - finite_max)  # [S]
@@ -462,9 +520,4 @@ def combine_kernel(
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)
         row_sum = row_sum * alpha + tl.sum(weight, 0)
         row_max = new_max
-    nothing = row_sum == 0.0
-    divisor = tl.where(nothing, 1.0, row_sum)
-    tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
-    column = tl.arange(0, BLOCK_E)
-    out = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)
+    return acc, row_max, row_sum

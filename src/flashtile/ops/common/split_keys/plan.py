@@ -24,7 +24,7 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
-from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
+from flashtile.ops.common.split_keys.attend import Prefix, PrefixSizes, attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
     TileKey,
@@ -151,6 +151,14 @@ def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
         Its first outputs are out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed
         `[total_q, heads_q, head_dim_v]` and `[heads_q, total_q]`.
     """
+    given, attend, splits = _attending(call, device)
+    kernels, outputs = with_combining(call, {"attend": attend}, splits, device)
+    return Pipeline(device, kernels, given, outputs)
+
+
+def _attending(call: SplitCall, device: torch.device, partial: bool = False) -> tuple[tuple[str, ...], Kernel, int]:
+    """What the pipeline of a call is given, the kernel that attends, and its splits. `partial`: it writes parts also
+    where there is one."""
     facts = device_facts(device)
     _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     # Where sequences with many queries are left to others, most of the rest have one.
@@ -172,9 +180,38 @@ def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
     factors = (name for name, of in zip("kv", call.descale_strides) if of is not None)
     by_head = ["slopes"] * bool(call.slope_dims) + ["sinks"] * call.row_logits
     given = ("q", "k_cache", "v_cache", *call.indices, *by_head, *factors, "length")
-    kernels = {"attend": _attend_kernel(call, tiles, splits, programs, facts)}
-    kernels, outputs = with_combining(call, kernels, splits, device)
-    return Pipeline(device, kernels, given, outputs)
+    return given, _attend_kernel(call, tiles, splits, programs, facts, partial or splits > 1), splits
+
+
+class SharedPrefix(NamedTuple):
+    """What attends to a prefix that all sequences have in common, in segments.
+
+    Attributes:
+        kernels: in order. They leave "prefix_out" and "prefix_lse", as `attend.Prefix` has them, and "left".
+        segments: how many there are.
+        left: what they leave for one another and for those behind them.
+        given: buffers that they take beside those of the call.
+    """
+
+    kernels: dict[str, Kernel]
+    segments: int
+    left: dict[str, Layout]
+    given: tuple[str, ...]
+
+
+def pipeline_behind_prefix(call: SplitCall, prefix: SharedPrefix, device: torch.device) -> Pipeline:
+    """As `split_pipeline`, of a call whose rows from "left" on are those behind a common prefix. It is given what that
+    is given but "left", and before the length what the prefix takes."""
+    given, attend, splits = _attending(call, device, partial=True)
+    *given, last = (name for name in given if name != "left")
+    kernels = {
+        **prefix.kernels,
+        "attend": attend,
+        "combine": _combine_kernel(call, splits, device_facts(device), prefix.segments),
+    }
+    outputs: dict[str, Layout | None] = dict(zip(("out", "lse"), shaped_results(call)))
+    outputs |= dict(zip(("parts", "parts_lse"), shaped_results(call, (splits,), torch.float32)))
+    return Pipeline(device, kernels, (*given, *prefix.given, last), {**outputs, **prefix.left})
 
 
 def with_combining(
@@ -207,7 +244,10 @@ def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
     return whole + min(batch, call.total_q), whole + batch + 1
 
 
-def _attend_kernel(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, facts: DeviceFacts) -> Kernel:
+def _attend_kernel(
+    call: SplitCall, tiles: AttendTiles, splits: int, programs: int, facts: DeviceFacts, partial: bool
+) -> Kernel:
+    """`partial`: it writes the parts of splits, not the results."""
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     packed = call.total_q is not None
     q_strides, k_strides, v_strides = call.strides
@@ -224,7 +264,7 @@ def _attend_kernel(call: SplitCall, tiles: AttendTiles, splits: int, programs: i
     )
     if call.cut is not None:
         widths, precision = call.cut.widths, call.cut.precision
-    partial, statistic = splits > 1, pointer_to(torch.float32)
+    statistic = pointer_to(torch.float32)
     even = head_dim_v % 2 == 0 and min(pointers, multiple) >= 2
     pairs = None
     if call.cache_itemsize == 1 and even and widths[1] >= 32:
@@ -294,23 +334,32 @@ def factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
-def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts) -> Kernel:
-    """The kernel that puts the parts of so many splits together."""
-    batch, seq_q, heads, _, _, head_dim_v = call.shape
+def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts, segments: int = 0) -> Kernel:
+    """The kernel that puts the parts of so many splits together, and results of segments of a prefix."""
+    batch, seq_q, heads, heads_kv, _, head_dim_v = call.shape
+    starts = call.index_dtypes[4] if segments else None
+    prefix = Prefix(
+        pointer_to(call.dtype if segments else None, 16), pointer_to(torch.float32 if segments else None, 16),
+        pointer_to(starts),
+    )  # fmt: skip
+    sizes = segments or None, heads // heads_kv if segments else None, None if starts is None else batch
     if call.total_q is not None:
         batch, seq_q = 1, call.total_q
-    cut = combine_cut(splits, head_dim_v, facts)
+    cut = combine_cut(max(splits, segments), head_dim_v, facts)
     rows = batch * seq_q * heads
     parameters = {
         **dict.fromkeys(("parts_ptr", "parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
+        "prefix": prefix,
         "out_ptr": pointer_to(call.dtype, 16),
         "rows": int32(rows),
         "heads": int32(heads),
         "seq_q": int32(seq_q),
         "splits": int32(splits),
+        "prefix_sizes": PrefixSizes(*map(int32, sizes)),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **named_constants(cut)}
-    return Kernel(combine_kernel, parameters, constants, rows, num_warps=cut.num_warps, num_stages=2)
+    buffers = {"out": "prefix_out", "lse": "prefix_lse"}
+    return Kernel(combine_kernel, parameters, constants, rows, buffers, num_warps=cut.num_warps, num_stages=2)
 
 
 def shaped_results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:

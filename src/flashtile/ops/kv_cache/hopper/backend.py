@@ -101,6 +101,39 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
     return unreadable_by_forward(call)
 
 
+def segment_call(call: SplitCall, shared: int) -> SplitCall:
+    """The call in which all queries of a call attend to the first `shared` rows of sequence 0, as rows of one sequence:
+    those of a query are the heads of a group."""
+    batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
+    rows = (call.total_q or batch * seq_q) * (heads // heads_kv)
+    return call._replace(
+        shape=(1, rows, heads_kv, heads_kv, head_dim, head_dim_v),
+        strides=((heads_kv * rows * head_dim, head_dim, rows * head_dim), *call.strides[1:]),
+        index_dtypes=(torch.int32, None, None, call.index_dtypes[3], None, None, None),
+        capacity=shared, visible=shared, total_q=None, seq_new=0, window_left=None, window_right=None, tree=None,
+        row_logits=False,
+    )  # fmt: skip
+
+
+def segments_unsupported_reason(call: SplitCall, shared: int, device: DeviceFacts) -> str | None:
+    """Why the forward of attention does not serve the prefix that the sequences of a call have in common; None where it
+    does."""
+    of_prefix = segment_call(call, shared)
+    return (
+        _lacked_by_forward(of_prefix, device)
+        or _first_reason(
+            [
+                _has_16_bits(call),
+                _has_moved_pages(call),
+                (of_prefix.shape[1] > _QUERY_ROWS, "so few queries fill one tile of the portable kernel"),
+                (not call.num_splits, "it chooses the splits of keys"),
+                (call.index_dtypes[1] is None, "the entry of sequence 0 is not known"),
+            ]
+        )
+        or unreadable_by_forward(of_prefix)
+    )
+
+
 def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
     *_, head_dim, head_dim_v = call.shape
     return _first_reason(

@@ -41,11 +41,13 @@ from flashtile.ops.kv_cache.hopper.backend import (
     latent_unsupported_reason,
     loaded_by_threads,
     most_left,
+    segments_unsupported_reason,
     shares_steps,
     unreadable_by_forward,
 )
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec, address_facts
 from flashtile.ops.kv_cache.triton.append import append_cut, append_kernel
+from flashtile.ops.kv_cache.triton.prefix import PrefixPlan, plan_behind_prefix
 
 if TYPE_CHECKING:
     from flashtile.ops.attention.hopper.cache_launch import CacheForward, StepsPlan
@@ -70,13 +72,22 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     return _launch(plan_for(call, spec), call, spec.length)
 
 
+def forward_behind_prefix(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor] | None:
+    """`forward` of a call with shared rows; None where the prefix is to be a call of its own."""
+    plan = plan_for(call, spec)
+    return None if plan.prefix is None else _launch(plan, call, spec.length)
+
+
 def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """`forward` of all calls that look like this one, from their tensors and the length of all sequences; None where
     values are read first, or q is changed."""
     changed = spec.batch_invariant and spec.scale <= 0
     if interpreting() or checks.CHECK_VALUES or changed or not call.batch:
         return None
-    return functools.partial(_launch, plan_for(call, spec))
+    plan = plan_for(call, spec)
+    if spec.shared_rows and plan.prefix is None:
+        return None
+    return functools.partial(_launch, plan)
 
 
 def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tensor, Tensor]:
@@ -94,6 +105,8 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
         plan.append.launch(*pointers(appended), length)
         q = q if rotated is None else rotated
     attended = q, k_cache, v_cache
+    if plan.prefix is not None:
+        return plan.prefix.run((*attended, *indices, slopes, sinks, descale_k, descale_v), length)
     if plan.latent is not None:
         out, lse, *_ = plan.latent.run(*pointers((q, k_cache, *indices)), length)
         return out, lse
@@ -153,6 +166,7 @@ class CachePlan(NamedTuple):
         split: None where `latent` or `chunks` serves all sequences.
         chunks: of the sequences with many queries, on Hopper.
         steps: of one query of each of a few sequences, on Hopper in the batch-invariant mode.
+        prefix: of sequences with shared rows. None where these are a call of their own.
     """
 
     append: Plan | None
@@ -160,6 +174,7 @@ class CachePlan(NamedTuple):
     latent: Pipeline | None = None
     chunks: CacheForward | None = None
     steps: StepsPlan | None = None
+    prefix: PrefixPlan | None = None
 
 
 class CacheFacts(NamedTuple):
@@ -254,9 +269,15 @@ def _plan(facts: CacheFacts) -> CachePlan:
     """Everything that can be decided before the tensors' contents are known."""
     spec, device = facts.spec, facts.device
     check_rows("k_cache" if facts.table is None else "block_table", facts.capacity, MAX_POSITIONS)
-    append = _append(facts) if facts.new else None
     call = _split_call(facts)
     machine = device_facts(device)
+    if shared := spec.shared_rows:
+        call = _behind_prefix(call, shared)
+        if segments_unsupported_reason(call, shared, machine):
+            return CachePlan(None, None)
+    append = _append(facts) if facts.new else None
+    if shared:
+        return CachePlan(append, None, prefix=plan_behind_prefix(call, facts.k_cache.shape[0], shared, device))
     if latent_unsupported_reason(call, machine) is None:
         from flashtile.ops.kv_cache.hopper.latent import latent_pipeline
 
@@ -318,6 +339,12 @@ def _split_call(facts: CacheFacts) -> SplitCall:
         values_in_keys=facts.at_one_address and same_strides and 0 not in facts.k_cache.shape,
         cut=_invariant_cut(facts) if spec.batch_invariant else None,
     )
+
+
+def _behind_prefix(call: SplitCall, shared: int) -> SplitCall:
+    """The call of the rows behind so many."""
+    lengths, entries, _, *others = call.index_dtypes
+    return call._replace(index_dtypes=(lengths, entries, torch.int32, *others), visible=max(call.visible - shared, 0))
 
 
 def _invariant_cut(facts: CacheFacts) -> Cut:
