@@ -99,7 +99,7 @@ class CacheInputs:
 
 def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int = 0) -> CacheInputs:
     """Random normal inputs. Rows that no query sees are NaN: past the length, in the left padding, left of all windows,
-    and those of no sequence."""
+    shared rows of all sequences but the first, and those of no sequence."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -199,6 +199,8 @@ def _poison(case: CacheCase, tensors: dict[str, Any], k_cache: Tensor, v_cache: 
         length = case.capacity if case.lengths is None else case.lengths
         length = length if isinstance(length, int) else length[sequence]
         first = 0 if case.left is None else case.left[sequence]
+        if sequence:
+            first = max(first, case.arguments.get("shared_rows", 0))
         if window_left is not None:
             first = max(first, length + case.new_of(sequence) - case.queries_of(sequence) - window_left)
         row = torch.arange(min(first, length), length)
