@@ -17,7 +17,6 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import clear_plans, float32, int32, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper import cache_launch
-from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.common.triton.functions import tanh
 from flashtile.ops.kv_cache.triton import launch
@@ -196,7 +195,7 @@ _INTERPRETED = {
 def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the call but the forward of segments."""
     monkeypatch.setattr(cache_launch, "plan_segments", _plan_segments)
-    monkeypatch.setattr(hopper_launch, "tile_counter", lambda _: None)
+    monkeypatch.setattr(cache_launch, "tile_counter", lambda _: None)
     monkeypatch.setattr(launch, "segments_unsupported_reason", lambda *_: None)
     clear_plans()
     check(_INTERPRETED[name], "triton")

@@ -111,6 +111,19 @@ def plan_chunks(
     return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(results, device), dynamic)
 
 
+class PrefixPlan(NamedTuple):
+    """The launches of a call behind a common prefix, whose segments the forward computes among them."""
+
+    pipeline: Pipeline
+
+    def run(self, tensors: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
+        """(out, lse). `tensors`, q first, and `length`: what `split_keys.plan.pipeline_behind_prefix` is given."""
+        q = tensors[0]
+        assert q is not None
+        out, lse, *_ = self.pipeline.run(*pointers(tensors), pointer(tile_counter(q.device)), length)
+        return out, lse
+
+
 def plan_segments(call: SplitCall, outer: int, device: torch.device) -> tuple[Kernel, int, int]:
     """The forward of all queries over the first rows of sequence 0, which they all see, in segments that fill a GPU.
 

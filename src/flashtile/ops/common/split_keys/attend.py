@@ -456,6 +456,17 @@ class PrefixSizes(NamedTuple):
     batch: Any
 
 
+class Parts(NamedTuple):
+    """Where one row has its parts: pointers to out `[count, rows, head_dim_v]` and lse `[count, rows]` of all rows, its
+    places there, and how many parts it has."""
+
+    out: Any
+    lse: Any
+    row: Any
+    statistic: Any
+    count: Any
+
+
 @triton.jit
 def combine_kernel(
     parts_ptr, parts_lse_ptr, prefix, out_ptr, lse_ptr, rows, heads, seq_q, splits, prefix_sizes,
@@ -469,13 +480,9 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     sequence = row // heads // seq_q
     statistic = (sequence * heads + row % heads) * seq_q + row // heads % seq_q
-    row_max = -float("inf")
-    row_sum = 0.0
-    acc = tl.zeros((BLOCK_E,), tl.float32)
-    acc, row_max, row_sum = add_parts(
-        acc, row_max, row_sum, parts_ptr, parts_lse_ptr, row, statistic, rows, splits, HEAD_DIM_V=HEAD_DIM_V,
-        BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, UNIT=1.0,
-    )  # fmt: skip
+    own = Parts(parts_ptr, parts_lse_ptr, row, statistic, splits)
+    merged = tl.zeros((BLOCK_E,), tl.float32), -float("inf"), 0.0
+    merged = add_parts(merged, own, rows, HEAD_DIM_V, BLOCK_E, BLOCK_S, UNIT=1.0)
     if prefix.out is not None:
         query = row // heads
         head = row % heads
@@ -484,10 +491,9 @@ def combine_kernel(
         if prefix.starts is not None:
             segments = tl.where(query < tl.load(prefix.starts + prefix_sizes.batch), segments, 0)
         place = (head // group * (rows // heads) + query) * group + head % group
-        acc, row_max, row_sum = add_parts(
-            acc, row_max, row_sum, prefix.out, prefix.lse, place, place, rows, segments, HEAD_DIM_V=HEAD_DIM_V,
-            BLOCK_E=BLOCK_E, BLOCK_S=BLOCK_S, UNIT=LOG2_E,
-        )  # fmt: skip
+        of_prefix = Parts(prefix.out, prefix.lse, place, place, segments)
+        merged = add_parts(merged, of_prefix, rows, HEAD_DIM_V, BLOCK_E, BLOCK_S, UNIT=LOG2_E)
+    acc, row_max, row_sum = merged
     nothing = row_sum == 0.0
     divisor = tl.where(nothing, 1.0, row_sum)
     tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
@@ -498,23 +504,23 @@ def combine_kernel(
 
 @triton.jit
 def add_parts(
-    acc, row_max, row_sum, parts_ptr, parts_lse_ptr, row, statistic, rows, splits,
-    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, UNIT: tl.constexpr,
+    merged, parts, rows, HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Adds the parts `[splits, rows, head_dim_v]` of a row to the merge so far. `statistic`: the place of its lse,
-    which UNIT is multiplied with for units of log2."""
+    """Adds `Parts` of a row to acc, row_max and row_sum of those before. An lse times UNIT is in units of log2."""
+    acc, row_max, row_sum = merged
     column = tl.arange(0, BLOCK_E)[None, :]
-    for first in range(0, splits, BLOCK_S):
+    for first in range(0, parts.count, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
-        lse = tl.load(parts_lse_ptr + split.to(tl.int64) * rows + statistic, mask=split < splits, other=-float("inf"))
+        there = split < parts.count
+        lse = tl.load(parts.lse + split.to(tl.int64) * rows + parts.statistic, mask=there, other=-float("inf"))
         if UNIT != 1.0:
             lse *= UNIT
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         weight = tl.exp2(lse - finite_max)  # [S]
         alpha = tl.exp2(row_max - finite_max)
-        places = (split.to(tl.int64) * rows + row)[:, None] * HEAD_DIM_V + column
-        part = tl.load(parts_ptr + places, mask=(split < splits)[:, None] & (column < HEAD_DIM_V), other=0.0)  # [S, E]
+        places = (split.to(tl.int64) * rows + parts.row)[:, None] * HEAD_DIM_V + column
+        part = tl.load(parts.out + places, mask=there[:, None] & (column < HEAD_DIM_V), other=0.0)  # [S, E]
         # A part without a key was never written. It is read all the same, so that parts need not wait for their lse.
         part = tl.where((lse == -float("inf"))[:, None], 0.0, part)
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)

@@ -41,16 +41,17 @@ from flashtile.ops.kv_cache.hopper.backend import (
     latent_unsupported_reason,
     loaded_by_threads,
     most_left,
+    segment_call,
     segments_unsupported_reason,
     shares_steps,
     unreadable_by_forward,
 )
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec, address_facts
 from flashtile.ops.kv_cache.triton.append import append_cut, append_kernel
-from flashtile.ops.kv_cache.triton.prefix import PrefixPlan, plan_behind_prefix
+from flashtile.ops.kv_cache.triton.prefix import plan_behind_prefix
 
 if TYPE_CHECKING:
-    from flashtile.ops.attention.hopper.cache_launch import CacheForward, StepsPlan
+    from flashtile.ops.attention.hopper.cache_launch import CacheForward, PrefixPlan, StepsPlan
 
 _Shape = tuple[int, ...]
 
@@ -271,13 +272,9 @@ def _plan(facts: CacheFacts) -> CachePlan:
     check_rows("k_cache" if facts.table is None else "block_table", facts.capacity, MAX_POSITIONS)
     call = _split_call(facts)
     machine = device_facts(device)
-    if shared := spec.shared_rows:
-        call = _behind_prefix(call, shared)
-        if segments_unsupported_reason(call, shared, machine):
-            return CachePlan(None, None)
+    if spec.shared_rows:
+        return _plan_behind_prefix(facts, _behind_prefix(call, spec.shared_rows))
     append = _append(facts) if facts.new else None
-    if shared:
-        return CachePlan(append, None, prefix=plan_behind_prefix(call, facts.k_cache.shape[0], shared, device))
     if latent_unsupported_reason(call, machine) is None:
         from flashtile.ops.kv_cache.hopper.latent import latent_pipeline
 
@@ -300,6 +297,19 @@ def _plan(facts: CacheFacts) -> CachePlan:
     split = None if facts.sequences is None else split_pipeline(call._replace(most=most, num_splits=1), device)
     by_threads = loaded_by_threads(call)
     return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device, by_threads=by_threads))
+
+
+def _plan_behind_prefix(facts: CacheFacts, call: SplitCall) -> CachePlan:
+    """`call`: that of the rows behind the prefix."""
+    device, shared = facts.device, facts.spec.shared_rows
+    if segments_unsupported_reason(call, shared, device_facts(device)):
+        return CachePlan(None, None)
+    from flashtile.ops.attention.hopper.cache_launch import PrefixPlan, plan_segments
+
+    of_prefix = segment_call(call, shared)
+    forward = plan_segments(of_prefix, facts.k_cache.shape[0], device)
+    append = _append(facts) if facts.new else None
+    return CachePlan(append, None, prefix=PrefixPlan(plan_behind_prefix(call, of_prefix, forward, device)))
 
 
 def _split_call(facts: CacheFacts) -> SplitCall:

@@ -7,50 +7,30 @@ are segments of the prefix, as many as fill a GPU. The results join those of the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.launch import int32, int64, pointer, pointer_to, pointers
+from flashtile._backends.launch import int32, int64, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.split_keys.plan import SharedPrefix, SplitCall, pipeline_behind_prefix
 from flashtile.ops.common.split_keys.rows import RowStrides
 from flashtile.ops.common.tiles import power_of_two
-from flashtile.ops.kv_cache.hopper.backend import segment_call
 
 
-class PrefixPlan(NamedTuple):
-    """The launches of a call: queries are spread, then the prefix, what follows it, and both together."""
-
-    pipeline: Pipeline
-
-    def run(self, tensors: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
-        """(out, lse). `tensors`: those of `split_keys.plan.split_pipeline` without the first rows of sequences."""
-        from flashtile.ops.attention.hopper.launch import tile_counter
-
-        q = tensors[0]
-        assert q is not None
-        out, lse, *_ = self.pipeline.run(*pointers(tensors), pointer(tile_counter(q.device)), length)
-        return out, lse
-
-
-def plan_behind_prefix(call: SplitCall, outer: int, shared: int, device: torch.device) -> PrefixPlan:
+def plan_behind_prefix(
+    call: SplitCall, of_prefix: SplitCall, forward: tuple[Kernel, int, int], device: torch.device
+) -> Pipeline:
     """Everything that can be decided before the tensors' contents are known.
 
     Args:
         call: that of the rows behind the prefix.
-        outer: entries or pages of the caches.
-        shared: rows of the prefix.
+        of_prefix: that of the prefix (`hopper.backend.segment_call`).
+        forward: its kernel, segments, and rows of each (`cache_launch.plan_segments`).
     """
-    from flashtile.ops.attention.hopper.cache_launch import plan_segments
-
-    of_prefix = segment_call(call, shared)
-    forward, segments, segment = plan_segments(of_prefix, outer, device)
+    kernel, segments, segment = forward
     _, rows, heads_kv, _, head_dim, head_dim_v = of_prefix.shape
     left = {
         "rows": contiguous((segments, heads_kv, rows, head_dim), call.dtype),
@@ -59,9 +39,9 @@ def plan_behind_prefix(call: SplitCall, outer: int, shared: int, device: torch.d
         "prefix_out": contiguous((segments, heads_kv, rows, head_dim_v), call.dtype),
         "prefix_lse": contiguous((segments, heads_kv, rows), torch.float32),
     }
-    spread = _spread_kernel(call, rows, shared, segment, segments)
-    prefix = SharedPrefix({"spread": spread, "prefix": forward}, segments, left, ("counter",))
-    return PrefixPlan(pipeline_behind_prefix(call, prefix, device))
+    spread = _spread_kernel(call, rows, of_prefix.capacity, segment, segments)
+    prefix = SharedPrefix({"spread": spread, "prefix": kernel}, segments, left, ("counter",))
+    return pipeline_behind_prefix(call, prefix, device)
 
 
 def _spread_kernel(call: SplitCall, rows: int, shared: int, segment: int, segments: int) -> Kernel:
