@@ -469,7 +469,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def combine_kernel(
-    parts_ptr, parts_lse_ptr, prefix, out_ptr, lse_ptr, rows, heads, seq_q, splits, prefix_sizes,
+    parts_ptr, parts_lse_ptr, prefix, out_ptr, lse_ptr, rows, heads, seq_q, prefix_sizes, splits,
     HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.

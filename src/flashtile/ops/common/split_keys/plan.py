@@ -354,8 +354,8 @@ def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts, segments: 
         "rows": int32(rows),
         "heads": int32(heads),
         "seq_q": int32(seq_q),
-        "splits": int32(splits),
         "prefix_sizes": PrefixSizes(*map(int32, sizes)),
+        "splits": int32(splits),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **named_constants(cut)}
     buffers = {"out": "prefix_out", "lse": "prefix_lse"}
