@@ -17,7 +17,7 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import clear_plans, float32, int32, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper import cache_launch
-from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.common.split_keys.plan import Segments, SplitCall
 from flashtile.ops.common.triton.functions import tanh
 from flashtile.ops.kv_cache.triton import launch
 from flashtile.testing import Size, assert_close
@@ -101,7 +101,7 @@ def test_emulated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             caches.append(pages[order.argsort()])
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        kernel, segments, segment = module.plan_segments(call, outer, torch.device("cpu"))
+        kernel, segments, segment, _ = module.plan_segments(call, outer, torch.device("cpu"))
         spread = q[None].repeat(segments, 1, 1, 1)
         lengths = (call.capacity - segment * torch.arange(segments)).clamp(max=segment).int()
         assert (lengths > 0).all()
@@ -152,7 +152,7 @@ def _segments_kernel(
     tl.store(lse_ptr + program, row_max + tl.log(row_sum))
 
 
-def _plan_segments(call: SplitCall, outer: int, device: torch.device) -> tuple[Kernel, int, int]:
+def _plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments:
     """Segments of two pages, or of seven rows."""
     _, rows, heads, _, head_dim, _ = call.shape
     segment = 2 * call.page_size or 7
@@ -166,7 +166,8 @@ def _plan_segments(call: SplitCall, outer: int, device: torch.device) -> tuple[K
     }  # fmt: skip
     constants = {"PAGE_SIZE": call.page_size, "HEAD_DIM": head_dim}
     buffers = {"out_ptr": "prefix_out", "lse_ptr": "prefix_lse"}
-    return Kernel(_segments_kernel, parameters, constants, segments * heads * rows, buffers), segments, segment
+    kernel = Kernel(_segments_kernel, parameters, constants, segments * heads * rows, buffers)
+    return Segments(kernel, segments, segment, False)
 
 
 _FEW = CacheCase(
@@ -195,7 +196,6 @@ _INTERPRETED = {
 def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the call but the forward of segments."""
     monkeypatch.setattr(cache_launch, "plan_segments", _plan_segments)
-    monkeypatch.setattr(cache_launch, "tile_counter", lambda _: None)
     monkeypatch.setattr(launch, "segments_unsupported_reason", lambda *_: None)
     clear_plans()
     check(_INTERPRETED[name], "triton")

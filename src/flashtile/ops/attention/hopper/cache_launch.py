@@ -30,7 +30,7 @@ from flashtile.ops.attention.hopper.steps import step_kernels
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS, choose_splits
-from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
+from flashtile.ops.common.split_keys.plan import Segments, SplitCall, shaped_results
 
 
 class CacheForward(NamedTuple):
@@ -115,27 +115,24 @@ class PrefixPlan(NamedTuple):
     """The launches of a call behind a common prefix, whose segments the forward computes among them."""
 
     pipeline: Pipeline
+    dynamic: bool
 
     def run(self, tensors: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
         """(out, lse). `tensors`, q first, and `length`: what `split_keys.plan.pipeline_behind_prefix` is given."""
         q = tensors[0]
         assert q is not None
-        out, lse, *_ = self.pipeline.run(*pointers(tensors), pointer(tile_counter(q.device)), length)
+        counter = tile_counter(q.device) if self.dynamic else None
+        out, lse, *_ = self.pipeline.run(*pointers(tensors), pointer(counter), length)
         return out, lse
 
 
-def plan_segments(call: SplitCall, outer: int, device: torch.device) -> tuple[Kernel, int, int]:
+def plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments:
     """The forward of all queries over the first rows of sequence 0, which they all see, in segments that fill a GPU.
 
     Args:
         call: of one sequence, whose rows are query heads of a group and queries; q `[segments, heads, rows, head_dim]`
-            contiguous.
+            and out `[segments, heads, rows, head_dim_v]` are contiguous.
         outer: entries or pages of the caches.
-
-    Returns:
-        The kernel, with buffers "rows" for q and "prefix_out" `[segments, heads, rows, head_dim_v]`, "prefix_lse",
-        "prefix_lengths" and "counter", as tiles are taken as they come if there are many; how many segments there are,
-        and the rows of each.
     """
     _, rows, heads, _, head_dim, head_dim_v = call.shape
     many = describe_over_cache(call._replace(shape=(MAX_SPLITS, *call.shape[1:])), outer, device)
@@ -175,7 +172,7 @@ def plan_segments(call: SplitCall, outer: int, device: torch.device) -> tuple[Ke
     kernel = kernel._replace(
         parameters=parameters, buffers={"lse_ptr": "prefix_lse", "lengths": "prefix_lengths"}
     )  # fmt: skip
-    return kernel, segments, segment
+    return Segments(kernel, segments, segment, dynamic)
 
 
 def _takes_heads_as_rows(call: SplitCall) -> bool:

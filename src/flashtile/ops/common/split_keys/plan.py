@@ -183,6 +183,22 @@ def _attending(call: SplitCall, device: torch.device, partial: bool = False) -> 
     return given, _attend_kernel(call, tiles, splits, programs, facts, partial or splits > 1), splits
 
 
+class Segments(NamedTuple):
+    """The forward of attention over a prefix in segments.
+
+    Attributes:
+        kernel: with the buffers "rows", "k_cache", "v_cache", "prefix_lengths", "prefix_out", "prefix_lse", "counter".
+        count: how many there are.
+        rows: of each; the last may have fewer.
+        dynamic: thread blocks take tiles as they come, and the launch needs the counter.
+    """
+
+    kernel: Kernel
+    count: int
+    rows: int
+    dynamic: bool
+
+
 class SharedPrefix(NamedTuple):
     """What attends to a prefix that all sequences have in common, in segments.
 

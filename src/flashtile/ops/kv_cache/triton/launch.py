@@ -309,7 +309,8 @@ def _plan_behind_prefix(facts: CacheFacts, call: SplitCall) -> CachePlan:
     of_prefix = segment_call(call, shared)
     forward = plan_segments(of_prefix, facts.k_cache.shape[0], device)
     append = _append(facts) if facts.new else None
-    return CachePlan(append, None, prefix=PrefixPlan(plan_behind_prefix(call, of_prefix, forward, device)))
+    pipeline = plan_behind_prefix(call, of_prefix, forward, device)
+    return CachePlan(append, None, prefix=PrefixPlan(pipeline, forward.dynamic))
 
 
 def _split_call(facts: CacheFacts) -> SplitCall:

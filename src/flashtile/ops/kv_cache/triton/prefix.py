@@ -15,22 +15,20 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import int32, int64, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile.ops.common.split_keys.plan import SharedPrefix, SplitCall, pipeline_behind_prefix
+from flashtile.ops.common.split_keys.plan import Segments, SharedPrefix, SplitCall, pipeline_behind_prefix
 from flashtile.ops.common.split_keys.rows import RowStrides
 from flashtile.ops.common.tiles import power_of_two
 
 
-def plan_behind_prefix(
-    call: SplitCall, of_prefix: SplitCall, forward: tuple[Kernel, int, int], device: torch.device
-) -> Pipeline:
+def plan_behind_prefix(call: SplitCall, of_prefix: SplitCall, forward: Segments, device: torch.device) -> Pipeline:
     """Everything that can be decided before the tensors' contents are known.
 
     Args:
         call: that of the rows behind the prefix.
         of_prefix: that of the prefix (`hopper.backend.segment_call`).
-        forward: its kernel, segments, and rows of each (`cache_launch.plan_segments`).
+        forward: of `cache_launch.plan_segments`.
     """
-    kernel, segments, segment = forward
+    segments = forward.count
     _, rows, heads_kv, _, head_dim, head_dim_v = of_prefix.shape
     left = {
         "rows": contiguous((segments, heads_kv, rows, head_dim), call.dtype),
@@ -39,12 +37,12 @@ def plan_behind_prefix(
         "prefix_out": contiguous((segments, heads_kv, rows, head_dim_v), call.dtype),
         "prefix_lse": contiguous((segments, heads_kv, rows), torch.float32),
     }
-    spread = _spread_kernel(call, rows, of_prefix.capacity, segment, segments)
-    prefix = SharedPrefix({"spread": spread, "prefix": kernel}, segments, left, ("counter",))
+    spread = _spread_kernel(call, rows, of_prefix.capacity, forward)
+    prefix = SharedPrefix({"spread": spread, "prefix": forward.kernel}, segments, left, ("counter",))
     return pipeline_behind_prefix(call, prefix, device)
 
 
-def _spread_kernel(call: SplitCall, rows: int, shared: int, segment: int, segments: int) -> Kernel:
+def _spread_kernel(call: SplitCall, rows: int, shared: int, forward: Segments) -> Kernel:
     batch, seq_q, heads, heads_kv, head_dim, _ = call.shape
     group = heads // heads_kv
     multiple = power_of_two_factor(*call.strides[0])
@@ -59,8 +57,8 @@ def _spread_kernel(call: SplitCall, rows: int, shared: int, segment: int, segmen
         "batch": int32(batch),
         "heads_kv": int32(heads_kv),
         "shared": int32(shared),
-        "segment": int32(segment),
-        "segments": int32(segments),
+        "segment": int32(forward.rows),
+        "segments": int32(forward.count),
     }
     constants = {
         "GROUP": group,
@@ -88,7 +86,7 @@ def spread_queries_kernel(
     of_query = q_ptr + (query // seq_q).to(tl.int64) * q_strides.batch + (query % seq_q).to(tl.int64) * q_strides.row
     of_heads = of_query + (head_kv * GROUP + member) * q_strides.head
     q_tile = tl.load(of_heads + column, mask=there, other=0.0)  # [GROUP, D]
-    row = (head_kv * queries + query) * GROUP + member
+    row = tl.cast(head_kv * queries + query, tl.int64) * GROUP + member
     for number in range(0, segments):
         first = rows_ptr + tl.cast(number, tl.int64) * queries * heads_kv * GROUP * HEAD_DIM
         tl.store(first + row * HEAD_DIM + column, q_tile, mask=there)
