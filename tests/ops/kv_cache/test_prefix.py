@@ -17,13 +17,17 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import clear_plans, float32, int32, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper import cache_launch
+from flashtile.ops.common.split_keys import plan
 from flashtile.ops.common.split_keys.plan import Segments, SplitCall
 from flashtile.ops.common.triton.functions import tanh
-from flashtile.ops.kv_cache.triton import launch
+from flashtile.ops.kv_cache.hopper import backend
+from flashtile.ops.kv_cache.triton import launch, prefix
 from flashtile.testing import Size, assert_close
 from gluon_emulator.hopper import EmulatedHopper
 from support.attention.backend_calls import HOPPER
 from support.attention.kv_cache_cases import CacheCase, check
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
 
 _STEPS = CacheCase(
     batch=40, seq_q=1, seq_new=1, capacity=560, lengths=tuple(range(431, 511, 2)), heads=4, heads_kv=2, head_dim=64,
@@ -200,6 +204,35 @@ def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_plans()
     check(_INTERPRETED[name], "triton")
     clear_plans()
+
+
+@pytest.mark.parametrize("kernel", ["spread", "prefix", "combine"])
+def test_machine_code(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
+    monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)
+    monkeypatch.setattr(plan, "multiprocessors", lambda _: HOPPER.multiprocessors)
+    cache, device = (16 * 8 * 128, 8 * 128, 128), torch.device("cpu")
+    call = SplitCall(
+        torch.bfloat16, (64, 1, 32, 8, 128, 128), ((32 * 128, 32 * 128, 128), cache, cache), 0, 33280, 128**-0.5, False,
+        (torch.int32, None, torch.int32, torch.int32, None, None, None), 16, 2080, visible=512,
+    )  # fmt: skip
+    of_prefix = backend.segment_call(call, 32768)
+    forward = cache_launch.plan_segments(of_prefix, 8192, device)
+    assert (forward.count, forward.kernel.programs, forward.dynamic) == (8, 128, False)
+    pipeline = prefix.plan_behind_prefix(call, of_prefix, forward, device)
+    check_code(
+        pipeline.plans[kernel].source,
+        "sm_90",
+        _check_segments if kernel == "prefix" else check_fit,
+        HOPPER.facts.shared_memory,
+    )
+
+
+def _check_segments(binary: Binary, shared_memory: int) -> None:
+    """The warps that load spill: they have 24 registers."""
+    check_fit(binary, shared_memory, spilled=80)
+    check_products(binary)
+    check_barriers(binary)
 
 
 @pytest.mark.hopper
