@@ -218,7 +218,7 @@ def test_machine_code(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     of_prefix = backend.segment_call(call, 32768)
     forward = cache_launch.plan_segments(of_prefix, 8192, device)
-    assert (forward.count, forward.kernel.programs, forward.dynamic) == (8, 128, False)
+    assert (forward.number, forward.kernel.programs, forward.dynamic) == (8, 128, False)
     pipeline = prefix.plan_behind_prefix(call, of_prefix, forward, device)
     check_code(
         pipeline.plans[kernel].source,

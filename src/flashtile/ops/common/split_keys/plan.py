@@ -188,13 +188,13 @@ class Segments(NamedTuple):
 
     Attributes:
         kernel: with the buffers "rows", "k_cache", "v_cache", "prefix_lengths", "prefix_out", "prefix_lse", "counter".
-        count: how many there are.
+        number: how many there are.
         rows: of each; the last may have fewer.
         dynamic: thread blocks take tiles as they come, and the launch needs the counter.
     """
 
     kernel: Kernel
-    count: int
+    number: int
     rows: int
     dynamic: bool
 
@@ -218,8 +218,8 @@ class SharedPrefix(NamedTuple):
 def pipeline_behind_prefix(call: SplitCall, prefix: SharedPrefix, device: torch.device) -> Pipeline:
     """As `split_pipeline`, of a call whose rows from "left" on are those behind a common prefix. It is given what that
     is given but "left", and before the length what the prefix takes."""
-    given, attend, splits = _attending(call, device, partial=True)
-    *given, last = (name for name in given if name != "left")
+    of_call, attend, splits = _attending(call, device, partial=True)
+    *given, last = (name for name in of_call if name != "left")
     kernels = {
         **prefix.kernels,
         "attend": attend,

@@ -28,7 +28,7 @@ def plan_behind_prefix(call: SplitCall, of_prefix: SplitCall, forward: Segments,
         of_prefix: that of the prefix (`hopper.backend.segment_call`).
         forward: of `cache_launch.plan_segments`.
     """
-    segments = forward.count
+    segments = forward.number
     _, rows, heads_kv, _, head_dim, head_dim_v = of_prefix.shape
     left = {
         "rows": contiguous((segments, heads_kv, rows, head_dim), call.dtype),
@@ -58,7 +58,7 @@ def _spread_kernel(call: SplitCall, rows: int, shared: int, forward: Segments) -
         "heads_kv": int32(heads_kv),
         "shared": int32(shared),
         "segment": int32(forward.rows),
-        "segments": int32(forward.count),
+        "segments": int32(forward.number),
     }
     constants = {
         "GROUP": group,
