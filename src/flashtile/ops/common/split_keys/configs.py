@@ -90,6 +90,15 @@ _HOPPER: _Table = (
     *_TENSOR_CORES[2:],
 )
 
+#: sm_90, 16-bit, 17 to 32 rows.
+_HOPPER_SOME_ROWS: _Table = (
+    _TENSOR_CORES[0],
+    # µs on an H200 for 5 queries of each of 8 sequences of 16,384 keys, 32 query and 8 key/value heads, in pages of 16,
+    # of 64 and without pages: 131, 128 and 127; 8 warps 148, 142 and 127; 64 keys in 4 stages 135, 136 and 135.
+    (128, AttendTiles(block_m=32, block_n=128, num_warps=4, num_stages=3)),
+    *_TENSOR_CORES[2:],
+)
+
 #: sm_90, 16-bit, up to 16 rows. Measured on an H200: 32 query and 8 key/value heads, bfloat16, one query.
 _HOPPER_FEW_ROWS: _Table = (
     _TENSOR_CORES[0],
@@ -163,7 +172,7 @@ def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
 
 def _hopper_table(tile_key: TileKey) -> _Table:
     if tile_key.rows > 16:
-        return _HOPPER
+        return _HOPPER_SOME_ROWS if tile_key.rows <= 32 and not tile_key.eight_bits else _HOPPER
     # Tiles of 64 and 128 keys of 8 bits, µs for 8 sequences of 16,384 rows and of 65,536 in pages of 16: 85 and 308, 72
     # and 280, since a tile has a fixed cost; for 64 of 4,096 in pages of 64, where a tile has one page: 147 and 167.
     wide = tile_key.page_size % 128 == 0 or (tile_key.eight_bits and tile_key.page_size % 64)
