@@ -166,6 +166,27 @@ def test_rows_of_companions_decide_alone(name: str, device: str) -> None:
         assert all(torch.equal(one[rows], other) for one, other in zip(whole, results(x[rows])))
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_rows_of_odd_logits_decide_alone_in_the_mode(device: str) -> None:
+    """Rows of 61 columns begin at any place within 16 bytes."""
+    logits = (torch.randn(9, 61) * 4).to(device).requires_grad_()
+    labels = torch.arange(9, device=device)
+
+    def results(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = flashtile.cross_entropy(logits[rows], labels[rows], reduction="none", backend="triton")
+        return losses, torch.autograd.grad(losses.sum(), logits)[0][rows]
+
+    with flashtile.batch_invariant_mode():
+        whole = results(slice(0, 9))
+        for row in range(9):
+            one = results(slice(row, row + 1))
+            assert all(torch.equal(tensor[row : row + 1], other) for tensor, other in zip(whole, one))
+            copied = flashtile.cross_entropy(logits[row : row + 1].clone(), labels[row : row + 1], backend="triton")
+            assert torch.equal(copied, whole[0][row])
+
+
 def _inputs(rows: int = 70, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     sizes = (heads, heads // 2, heads // 2)
     return [torch.randn(2, rows, of, 16, dtype=dtype, requires_grad=True) for of in sizes]

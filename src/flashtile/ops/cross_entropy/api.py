@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.batch_invariance import MODE
 from flashtile.ops.common.memory import check_own_numbers
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
@@ -90,7 +91,7 @@ def cross_entropy(
     options = (
         label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, return_z_loss
     )  # fmt: skip
-    scalars = (*options, backend)
+    scalars = (*options, backend, MODE.enabled)
     repeated = None if inplace_backward is not False else _CALLS.run(given, scalars)
     if repeated is not None:
         return repeated
@@ -109,10 +110,13 @@ def cross_entropy(
     weights = reference.resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
     matrix = as_rows(logits)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    apart = MODE.enabled and (matrix.device.type != "cpu" or backend == "triton") and not _begin_at_vectors(matrix)
+    if apart:
+        matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 16))[:, : matrix.shape[1]]
     inputs = LossInputs(matrix, labels.reshape(-1), weights)
     if dispatch.transformed():
         linear.refuse_transformed(spec, inplace_backward)
-    elif not inplace_backward and not checks.CHECK_VALUES and (reduction != "none" or labels.dim() == 1):
+    elif not (apart or inplace_backward or checks.CHECK_VALUES) and (reduction != "none" or labels.dim() == 1):
         again = _loss.repeat(given, inputs, spec, backend)
         if again is not None:
             run = again if return_z_loss else lambda present: again(present)[0]
@@ -181,6 +185,13 @@ def linear_cross_entropy(
     operands = linear.LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)
     loss, z_loss = linear.run_linear_cross_entropy(operands, spec, backend)
     return _shaped(loss, z_loss, labels, reduction)
+
+
+def _begin_at_vectors(rows: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes. A kernel reads whole vectors, and where in one a row begins
+    decides in which order its numbers are added."""
+    stride = rows.stride(0) * rows.element_size()
+    return stride % 16 == 0 and (not dispatch.unobserved(rows) or rows.data_ptr() % 16 == 0)
 
 
 def _shaped(loss: Tensor, z_loss: Tensor | None, labels: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
