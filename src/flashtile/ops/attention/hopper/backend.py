@@ -181,11 +181,10 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
     summary = summarise((cut.block_m, cut.block_n), warps, cut.stages, memory)
     main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
-    if not call.wanted.bias or cut.bias_stored:
-        return (main,)
-    if backward_configs.serves_bias_gradient(cut, configs.moves_by_tma(call.aux.bias, call.dtype)):
-        return main, _describe_bias_gradient(call)
-    return main, describe_kernel(*kernel_tiles("dbias", call), call)
+    by = backward_configs.bias_gradient_by(cut, call)
+    if by == "portable":
+        return main, describe_kernel(*kernel_tiles("dbias", call), call)
+    return (main, _describe_bias_gradient(call)) if by == "hopper" else (main,)
 
 
 def _warps(consumers: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.call import Call
@@ -358,11 +358,16 @@ def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: in
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 
-def serves_bias_gradient(config: BackwardConfig, moved_bias: bool) -> bool:
-    """Whether the Hopper kernel for it computes the gradient of a bias, unless the main one stores it; else the
-    portable one does. Its queries come in the tiles of the main kernel, whose `config` this is. `moved_bias`: TMA can
-    bring the bias."""
-    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES
+def bias_gradient_by(config: BackwardConfig, call: Call) -> Literal["backward", "hopper", "portable"] | None:
+    """What computes the gradient of a bias: the main kernel, whose `config` this is, stores it; or the Hopper kernel
+    for it, if TMA brings the bias, and the queries in the tiles of the main kernel; or the portable one. None if it is
+    not wanted."""
+    bias = call.aux.bias
+    if bias is None or not call.wanted.bias:
+        return None
+    if config.bias_stored:
+        return "backward"
+    return "hopper" if moves_by_tma(bias, call.dtype) and config.block_m == BIAS_QUERIES else "portable"
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -284,9 +284,7 @@ def backward_pipeline(
     gradients: dict[str, Layout],
     shares: int,
     scratch: dict[str, int],
-    *,
-    dbias: Layout | None = None,
-    more: dict[str, Layout | None],
+    more: Mapping[str, Layout | None],
     zeroed: tuple[str, ...] = (),
 ) -> Pipeline:
     """The pipeline of some kernels, and of that which adds up the shares of dk and dv.
@@ -294,8 +292,7 @@ def backward_pipeline(
     Args:
         gradients: layouts of dq, and of dk and dv in `shares`.
         scratch: sizes of parts in numbers of 32 bits, without masked_dout.
-        dbias: the gradient of a bias that learns.
-        more: what kernels leave for one another beside these.
+        more: what kernels store beside these: for the gradient of a bias that learns, and for one another.
         zeroed: outputs that are zeros at the start.
     """
     outputs = dict(gradients)
@@ -310,7 +307,7 @@ def backward_pipeline(
         call.device,
         kernels,
         ("q", "k", "v", "out", "dout", "lse", "dlse", *aux_buffers(call)),
-        {**outputs, "dbias": dbias, **learned, **more},
+        {**outputs, **learned, **more},
         {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, "order": 0, **scratch},
         zeroed,
     )

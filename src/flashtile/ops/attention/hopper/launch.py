@@ -16,7 +16,7 @@ from torch import Tensor
 from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, plan_cache, pointer
-from flashtile._backends.pipeline import Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, contiguous_on_16_bytes, positive_scale
 from flashtile.ops.attention.gpu.plan import plan_bias_gradient
@@ -27,11 +27,11 @@ from flashtile.ops.attention.gpu.reductions import (
     lse_without_keys,
 )
 from flashtile.ops.attention.hopper.backward import main_kernel
-from flashtile.ops.attention.hopper.backward_configs import padded_strides, serves_bias_gradient
+from flashtile.ops.attention.hopper.backward_configs import bias_gradient_by, padded_strides
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
 from flashtile.ops.attention.hopper.backward_loads import backward_pipeline, gradient_layouts, scratch_shapes
 from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel, cut_bias_work
-from flashtile.ops.attention.hopper.configs import SHORT, HopperConfig, forward_config, moves_by_tma, value_parts
+from flashtile.ops.attention.hopper.configs import SHORT, HopperConfig, forward_config, value_parts
 from flashtile.ops.attention.hopper.convert import widen_kernel
 from flashtile.ops.attention.hopper.float32_forward import float32_forward_kernels
 from flashtile.ops.attention.hopper.forward import forward_kernel
@@ -284,29 +284,13 @@ def plan_backward(call: Call) -> BackwardPlan:
     if has_separate_kernels(call.dtype, *call.head_dims):
         return BackwardPlan(separate_pipeline(call))
     schedule = BackwardSchedule.from_call(call)
-    config, bias, wanted = schedule.config, call.aux.bias, call.wanted.bias and call.aux.bias is not None
-    sums_bias = wanted and serves_bias_gradient(config, moves_by_tma(bias, call.dtype))
-    portable = wanted and not (sums_bias or config.bias_stored)
-    begin = begin_kernel(call, config.block_m, schedule.query_tiles, schedule=schedule, row_statistics=portable)
+    config, by = schedule.config, bias_gradient_by(schedule.config, call)
+    tile, query_tiles = config.block_m, schedule.query_tiles
+    begin = begin_kernel(call, tile, query_tiles, schedule=schedule, row_statistics=by == "portable")
     kernels = {"begin": begin, "main": main_kernel(call, schedule)}
     if schedule.adds_up:
         kernels["end"] = end_kernel(call, schedule)
-    dbias = parts = row_statistics = None
-    if config.bias_stored and bias is not None:
-        dbias = Layout(bias.shape, padded_strides(bias.shape), bias.dtype)
-    elif sums_bias and bias is not None:
-        work = cut_bias_work(call)
-        kernels["bias"] = bias_gradient_kernel(call, schedule, work)
-        dbias = contiguous(bias.shape, bias.dtype)
-        if work.parts > 1:
-            kernels["bias_sum"] = bias_sum_kernel(work.parts, bias)
-            parts = contiguous((work.parts, *bias.shape), torch.float32)
-    elif portable and bias is not None:
-        read = "masked_dout" if call.may_hide_rows else "dout"
-        found = plan_bias_gradient(call, statistics_ptr="row_statistics", dout_ptr=read)
-        kernels |= found.kernels
-        dbias, parts = found.outputs["dbias"], found.outputs.get("bias_parts")
-        row_statistics = contiguous((*call.lse_shape, 4), torch.float32)
+    of_bias, stored = _bias_gradient(call, schedule)
     # The main kernel stores the gradients of the scores that it computes.
     all_stored = not (call.spec.banded or call.aux.key_lengths is not None or call.spec.block_shape is not None)
     sizes = {name: math.prod(shape) for name, shape in scratch_shapes(call, schedule).items()}
@@ -317,9 +301,26 @@ def plan_backward(call: Call) -> BackwardPlan:
         "semaphores": begin.programs if schedule.is_ordered(call) else 0,
         "order": 2 * call.batch + 3 if call.packed else 0,
     }
-    pipeline = backward_pipeline(
-        call, kernels, gradient_layouts(call, schedule.shares), schedule.shares, sizes,
-        dbias=dbias, more={"row_statistics": row_statistics, "bias_parts": parts},
-        zeroed=("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias"),
-    )  # fmt: skip
-    return BackwardPlan(pipeline)
+    zeroed = ("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias")
+    gradients, kernels = gradient_layouts(call, schedule.shares), {**kernels, **of_bias}
+    return BackwardPlan(backward_pipeline(call, kernels, gradients, schedule.shares, sizes, stored, zeroed))
+
+
+def _bias_gradient(call: Call, schedule: BackwardSchedule) -> tuple[dict[str, Kernel], dict[str, Layout]]:
+    """The kernels of the gradient of a bias that follow the main one, and what all store for it."""
+    bias, by = call.aux.bias, bias_gradient_by(schedule.config, call)
+    if bias is None or by is None:
+        return {}, {}
+    if by == "backward":
+        return {}, {"dbias": Layout(bias.shape, padded_strides(bias.shape), bias.dtype)}
+    if by == "portable":
+        read = "masked_dout" if call.may_hide_rows else "dout"
+        found = plan_bias_gradient(call, statistics_ptr="row_statistics", dout_ptr=read)
+        return found.kernels, {**found.outputs, "row_statistics": contiguous((*call.lse_shape, 4), torch.float32)}
+    work = cut_bias_work(call)
+    kernels = {"bias": bias_gradient_kernel(call, schedule, work)}
+    stored = {"dbias": contiguous(bias.shape, bias.dtype)}
+    if work.parts > 1:
+        kernels["bias_sum"] = bias_sum_kernel(work.parts, bias)
+        stored["bias_parts"] = contiguous((work.parts, *bias.shape), torch.float32)
+    return kernels, stored

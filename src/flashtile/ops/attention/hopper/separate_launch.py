@@ -134,7 +134,7 @@ def separate_pipeline(call: Call) -> Pipeline:
         buffers = {"dv_ptr": stored, "gradient_ptr": stored}
         kernels[name] = Kernel(function, parameters, constants, programs, buffers, max_registers=MAX_REGISTERS)
     scratch = {"statistics": 2 * STATISTIC_ROWS * statistic_tiles * call.lines, "counter": 1}
-    return backward_pipeline(call, kernels, family.gradients, shares, scratch, more={**family.parts})
+    return backward_pipeline(call, kernels, family.gradients, shares, scratch, family.parts)
 
 
 def _read(call: Call) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]:
