@@ -477,17 +477,14 @@ def combine_kernel(
     `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`. `prefix`: a
     `Prefix`, `prefix_sizes`: `PrefixSizes`.
     """
-    row = tl.program_id(0).to(tl.int64)
-    sequence = row // heads // seq_q
-    statistic = (sequence * heads + row % heads) * seq_q + row // heads % seq_q
+    row = tl.program_id(0)
+    query, head = row // heads, row % heads
+    statistic = (query // seq_q * heads + head) * seq_q + query % seq_q
     own = Parts(parts_ptr, parts_lse_ptr, row, statistic, splits)
     merged = tl.zeros((BLOCK_E,), tl.float32), -float("inf"), 0.0
     merged = add_parts(merged, own, rows, HEAD_DIM_V, BLOCK_E, BLOCK_S, UNIT=1.0)
     if prefix.out is not None:
-        query = row // heads
-        head = row % heads
-        segments = prefix_sizes.segments
-        group = prefix_sizes.group
+        segments, group = prefix_sizes.segments, prefix_sizes.group
         if prefix.starts is not None:
             segments = tl.where(query < tl.load(prefix.starts + prefix_sizes.batch), segments, 0)
         place = (head // group * (rows // heads) + query) * group + head % group
@@ -499,7 +496,7 @@ def combine_kernel(
     tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
     column = tl.arange(0, BLOCK_E)
     out = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)
+    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)
 
 
 @triton.jit
