@@ -355,7 +355,9 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(launched, call
     gradients = _run_backward(call, has_dlse)
     begin = launched["attention_begin_kernel"].arguments
     of_dv, of_dq = (launched[f"attention_wide_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
-    assert of_dv["k_desc"].is_of(k) and of_dv["dv_desc"].is_of(gradients.v)
+    assert of_dv["k_desc"].is_of(k)
+    if of_dv["problem.shares"] == 1:  # else the kernels store parts of dk and dv
+        assert of_dv["dv_desc"].is_of(gradients.v)
     # The last kernel is that of dq.
     assert of_dq["visited_scores_desc"].is_of(k) and of_dq["visited_values_desc"].is_of(v)
     assert of_dq["gradient_desc"].is_of(gradients.q)
