@@ -83,7 +83,10 @@ def plan_chunks(
     results = shaped_results(call)
     described = describe_over_cache(call, outer, device)
     described.check_sizes()
-    config, registers = forward_config(described), 0
+    # A tree hides keys on the right, as a causal mask does.
+    right = described.spec.window_right if call.tree is None else 0
+    config = forward_config(described._replace(spec=described.spec._replace(window_right=right)))
+    registers = 0
     if by_threads:
         config, registers = _by_threads(config, described.head_dims)
     if by_group := _takes_heads_as_rows(call):
