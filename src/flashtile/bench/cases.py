@@ -76,7 +76,7 @@ class Case(AnyCase):
             others = self.mask, self.bias, self.softcap, self.window, self.Sk
             assert all(part is None for part in others) and not self.dropout_p, "a function stands alone"
             if self.function in masks.MASKS:
-                assert self.causal == masks.MASKS[self.function].causal
+                assert self.causal == (self.function in masks.CAUSAL)
             else:
                 assert self.function in masks.SCORES
         assert self.values == NORMAL or (self.lengths is None and self.H == self.Hkv and self.Sk is None), (
@@ -131,8 +131,7 @@ class Case(AnyCase):
     def segments(self) -> tuple[int, ...] | None:
         """Lengths of the parts that do not see each other: of a packed batch, or of each batch entry's documents."""
         if self.function in masks.MASKS:
-            parts = masks.MASKS[self.function].parts
-            return None if parts is None else parts(self.S)
+            return masks.MASKS[self.function](self.S).parts
         return masks.document_lengths(self.mask, self.S) if self.lengths is None else self.lengths
 
     @property
@@ -152,7 +151,7 @@ class Case(AnyCase):
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
         if self.function in masks.MASKS:
-            return masks.MASKS[self.function].pairs(self.S)
+            return masks.MASKS[self.function](self.S).pairs
         entries, sequences = (self.B if self.lengths is None else 1), self.segments
         if self.mask is not None and self.has_mask_tensor:
             return masks.visible_in_tensor(self.mask, self.B, self.S, self.keys)

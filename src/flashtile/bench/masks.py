@@ -17,7 +17,6 @@ import functools
 import math
 import random
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -139,25 +138,19 @@ class ScoreFunction(NamedTuple):
 
 
 class MaskFunction(NamedTuple):
-    """A function of the indices. All take seq, and a device where they make tensors.
+    """A function of the indices, for sequences of one length.
 
     Attributes:
-        pattern: flashtile's mask.
-        visible: the function that a user of FlexAttention writes.
+        pattern: flashtile's mask, on a device.
+        visible: the function that a user of FlexAttention writes, on a device where it reads tensors.
         pairs: how many pairs are visible.
-        causal: no query sees a later key.
         parts: lengths of the parts that do not see each other.
     """
 
-    pattern: Callable[[int, torch.device], BlockMask]
-    visible: Callable[[int, torch.device], Visible]
-    pairs: Callable[[int], int]
-    causal: bool
-    parts: Callable[[int], tuple[int, ...]] | None = None
-
-
-def _relative_tables(heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    return (torch.randn(heads, 2 * seq - 1, generator=generator, device=generator.device),)
+    pattern: Callable[[torch.device], BlockMask]
+    visible: Callable[[torch.device], Visible]
+    pairs: int
+    parts: tuple[int, ...] | None = None
 
 
 def _relative(tables: Tables, seq: int) -> ScoreMod:
@@ -179,11 +172,6 @@ def _softcap(tables: Tables, seq: int) -> ScoreMod:
     return lambda score, batch, head, q_index, k_index: SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
-def _wave_tables(heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    frequency = torch.rand(heads, generator=generator, device=generator.device)
-    return frequency, torch.randn(heads, seq, generator=generator, device=generator.device)
-
-
 def _waves(tables: Tables, seq: int) -> ScoreMod:
     frequency, gain = tables
 
@@ -194,11 +182,19 @@ def _waves(tables: Tables, seq: int) -> ScoreMod:
 
 
 SCORES = {
-    "relative": ScoreFunction(_relative_tables, _relative, learned=True),
-    "alibi": ScoreFunction(lambda heads, seq, generator: (alibi_slopes(heads, generator.device),), _alibi),
-    "softcap": ScoreFunction(lambda heads, seq, generator: (), _softcap),
-    "waves": ScoreFunction(_wave_tables, _waves, learned=True),
-}
+    "relative": ScoreFunction(lambda heads, seq, drawn: (_normal(drawn, heads, 2 * seq - 1),), _relative, learned=True),
+    "alibi": ScoreFunction(lambda heads, seq, drawn: (alibi_slopes(heads, drawn.device),), _alibi),
+    "softcap": ScoreFunction(lambda heads, seq, drawn: (), _softcap),
+    "waves": ScoreFunction(
+        lambda heads, seq, drawn: (
+            torch.rand(heads, generator=drawn, device=drawn.device), _normal(drawn, heads, seq),
+        ), _waves, learned=True,
+    ),
+}  # fmt: skip
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device)
 
 
 def packed_lengths(seq: int) -> tuple[int, ...]:
@@ -219,41 +215,54 @@ def window_left(seq: int) -> int:
     return seq // 8 - 1
 
 
-def _window_visible(seq: int, device: torch.device) -> Visible:
+def _documents(seq: int) -> MaskFunction:
+    lengths = packed_lengths(seq)
+    return MaskFunction(
+        lambda device: patterns.documents(lengths=lengths, causal=True, device=device),
+        lambda device: visible_in_documents(lengths, device),
+        sum(n * (n + 1) // 2 for n in lengths),
+        lengths,
+    )
+
+
+def _window(seq: int) -> MaskFunction:
     left = window_left(seq)
-    return lambda q_index, k_index: (k_index <= q_index) & (q_index - k_index <= left)
+    return MaskFunction(
+        lambda device: patterns.sliding_window(seq, left=left, right=0, device=device),
+        lambda device: lambda q_index, k_index: (k_index <= q_index) & (q_index - k_index <= left),
+        sum(min(row, left) + 1 for row in range(seq)),
+    )
 
 
-def _prefix_visible(seq: int, device: torch.device) -> Visible:
+def _prefix_lm(seq: int) -> MaskFunction:
     prefix = seq // 4
-    return lambda q_index, k_index: (k_index <= q_index) | (k_index < prefix)
+    return MaskFunction(
+        lambda device: patterns.prefix_lm(seq, prefix, device=device),
+        lambda device: lambda q_index, k_index: (k_index <= q_index) | (k_index < prefix),
+        sum(max(row + 1, prefix) for row in range(seq)),
+    )
 
 
-def _dilated_left(seq: int) -> int:
-    """Visible keys before the query: 512 of 8,192 tokens."""
-    return seq // 16
-
-
-def _dilated_visible(seq: int, device: torch.device) -> Visible:
-    reach = _dilated_left(seq) * _DILATION
+def _dilated(seq: int) -> MaskFunction:
+    """One key in four: 512 before the query in 8,192 tokens."""
+    left = seq // 16
 
     def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
         back = q_index - k_index
-        return (back >= 0) & (back <= reach) & (back % _DILATION == 0)
+        return (back >= 0) & (back <= left * _DILATION) & (back % _DILATION == 0)
 
-    return visible
+    return MaskFunction(
+        lambda device: patterns.dilated(seq, left, 0, _DILATION, device=device),
+        lambda device: visible,
+        sum(min(row // _DILATION, left) + 1 for row in range(seq)),
+    )
 
 
-def picture(seq: int) -> tuple[int, int, int]:
-    """Height and width of the picture, and the odd size of the window: 64, 128 and 13 of 8,192 tokens."""
-    width = 2 ** ((seq.bit_length()) // 2)
+def _neighborhood(seq: int) -> MaskFunction:
+    """A picture of a power of two of tokens: 64 × 128 and a window of 13 × 13 in 8,192 tokens."""
+    width = 2 ** (seq.bit_length() // 2)
     height = seq // width
-    assert height * width == seq, "a picture has a power of two of tokens"
-    return height, width, min(13, height - 1 | 1)
-
-
-def _neighborhood_visible(seq: int, device: torch.device) -> Visible:
-    height, width, kernel = picture(seq)
+    kernel = min(13, height - 1 | 1)
     reach = kernel // 2
 
     def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
@@ -262,91 +271,63 @@ def _neighborhood_visible(seq: int, device: torch.device) -> Visible:
         near_row = torch.abs(k_index // width - middle_row) <= reach
         return near_row & (torch.abs(k_index % width - middle_column) <= reach)
 
-    return visible
+    return MaskFunction(
+        lambda device: patterns.neighborhood((height, width), kernel, device=device),
+        lambda device: visible,
+        height * width * kernel**2,
+    )
 
 
-def tree_segments(seq: int) -> tuple[list[int], list[int]]:
-    """Lengths and parents: prompts with eight answers each, of 8,192 tokens together, or of all if those are fewer."""
+def _tree(seq: int) -> MaskFunction:
+    """Prompts with eight answers each, of 8,192 tokens together, or of all if those are fewer.
+
+    Children stand right behind their parent, so a token is seen up to the end of the last segment below it.
+    """
     group = min(seq, 8192)
     prompt, answer = group // 4, group * 3 // (4 * _ANSWERS)
+    trees = seq // group
     assert seq % group == 0 and prompt + _ANSWERS * answer == group, "trees are of one size"
-    lengths, parents = [], []
-    for number in range(seq // group):
-        root = number * (1 + _ANSWERS)
-        lengths += [prompt] + [answer] * _ANSWERS
-        parents += [-1] + [root] * _ANSWERS
-    return lengths, parents
+    lengths = [prompt, *[answer] * _ANSWERS] * trees
+    roots = range(0, len(lengths), 1 + _ANSWERS)
+    parents = [parent for root in roots for parent in (-1, *[root] * _ANSWERS)]
+
+    def visible(device: torch.device) -> Visible:
+        ends = [end for tree in range(trees) for end in ((tree + 1) * group, *_ends(tree * group + prompt, answer))]
+        end = torch.repeat_interleave(torch.tensor(ends, device=device), torch.tensor(lengths, device=device)).int()
+        return lambda q_index, k_index: (k_index <= q_index) & (q_index < end[k_index])
+
+    inner = prompt * (prompt + 1) // 2 + _ANSWERS * (answer * (answer + 1) // 2 + answer * prompt)
+    pattern = functools.partial(patterns.tree, lengths, parents)
+    return MaskFunction(lambda device: pattern(device=device), visible, trees * inner, (group,) * trees)
 
 
-def _tree_visible(seq: int, device: torch.device) -> Visible:
-    """Children stand right behind their parent, so a token is seen up to the end of the last segment below it."""
-    lengths, parents = tree_segments(seq)
-    last = list(accumulate(lengths))
-    for segment in range(len(parents) - 1, -1, -1):
-        if parents[segment] >= 0:
-            last[parents[segment]] = max(last[parents[segment]], last[segment])
-    end = torch.repeat_interleave(torch.tensor(last, device=device), torch.tensor(lengths, device=device)).int()
-
-    return lambda q_index, k_index: (k_index <= q_index) & (q_index < end[k_index])
+def _ends(start: int, answer: int) -> range:
+    """Where the answers end that begin at some token."""
+    return range(start + answer, start + _ANSWERS * answer + 1, answer)
 
 
-def _tree_pairs(seq: int) -> int:
-    lengths, parents = tree_segments(seq)
-    return sum(n * (n + 1) // 2 + (n * lengths[parent] if parent >= 0 else 0) for n, parent in zip(lengths, parents))
-
-
-MASKS = {
-    "documents": MaskFunction(
-        lambda seq, device: patterns.documents(lengths=packed_lengths(seq), causal=True, device=device),
-        lambda seq, device: visible_in_documents(packed_lengths(seq), device),
-        lambda seq: sum(n * (n + 1) // 2 for n in packed_lengths(seq)),
-        causal=True,
-        parts=packed_lengths,
-    ),
-    "window": MaskFunction(
-        lambda seq, device: patterns.sliding_window(seq, left=window_left(seq), right=0, device=device),
-        _window_visible,
-        lambda seq: sum(min(row, window_left(seq)) + 1 for row in range(seq)),
-        causal=True,
-    ),
-    "prefix-lm": MaskFunction(
-        lambda seq, device: patterns.prefix_lm(seq, seq // 4, device=device),
-        _prefix_visible,
-        lambda seq: sum(max(row + 1, seq // 4) for row in range(seq)),
-        causal=False,
-    ),
-    "dilated": MaskFunction(
-        lambda seq, device: patterns.dilated(seq, _dilated_left(seq), 0, _DILATION, device=device),
-        _dilated_visible,
-        lambda seq: sum(min(row // _DILATION, _dilated_left(seq)) + 1 for row in range(seq)),
-        causal=True,
-    ),
-    "neighborhood": MaskFunction(
-        lambda seq, device: patterns.neighborhood(picture(seq)[:2], picture(seq)[2], device=device),
-        _neighborhood_visible,
-        lambda seq: seq * picture(seq)[2] ** 2,
-        causal=False,
-    ),
-    "tree": MaskFunction(
-        lambda seq, device: patterns.tree(*tree_segments(seq), device=device),
-        _tree_visible,
-        _tree_pairs,
-        causal=True,
-        parts=lambda seq: (min(seq, 8192),) * (seq // min(seq, 8192)),
-    ),
-}
+#: Name -> from seq, the function.
+MASKS: dict[str, Callable[[int], MaskFunction]] = {
+    name: functools.cache(make)
+    for name, make in (
+        ("documents", _documents), ("window", _window), ("prefix-lm", _prefix_lm), ("dilated", _dilated),
+        ("neighborhood", _neighborhood), ("tree", _tree),
+    )
+}  # fmt: skip
+#: Those in which no query sees a later key.
+CAUSAL = ("documents", "window", "dilated", "tree")
 
 
 @functools.lru_cache(maxsize=2)
 def mask_pattern(name: str | None, seq: int, device: torch.device) -> BlockMask | None:
     """The mask as flashtile takes it; None for a function of scores, and without a function."""
-    return MASKS[name].pattern(seq, device) if name in MASKS else None
+    return MASKS[name](seq).pattern(device) if name in MASKS else None
 
 
 @functools.lru_cache(maxsize=2)
 def visible(name: str, seq: int, device: torch.device) -> Visible:
     """The mask as a function of the indices."""
-    return MASKS[name].visible(seq, device)
+    return MASKS[name](seq).visible(device)
 
 
 def tables(name: str | None, heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
