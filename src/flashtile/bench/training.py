@@ -13,8 +13,7 @@ compared with the plain formula in `training_steps.py`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,25 +26,13 @@ from flashtile.bench import base
 from flashtile.bench.base import AnyCase, Implementation, Verdict, judge, select_named
 from flashtile.bench.training_steps import PHASE, Steps, check_dropout, judge_dropout, sample_reference
 from flashtile.bench.values import help_text_tokens
+from flashtile.models import GPT, GPTConfig, from_hugging_face, to_hugging_face
 
-#: Standard deviation of the weights at the start, as in GPT-2.
-_INITIAL_STD = 0.02
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a GPT-2. The vocabulary is rounded up to a multiple of 64, as is usual where one is trained."""
-
-    layers: int
-    heads: int
-    width: int
-    vocabulary: int = 50304
-
-
+#: The vocabulary is rounded up to a multiple of 64, as is usual where one is trained.
 MODELS = {
-    "gpt2-small": Sizes(12, 12, 768),
-    "gpt2-medium": Sizes(24, 16, 1024),
-    "gpt2-tiny": Sizes(2, 2, 64, vocabulary=256),
+    "gpt2-small": GPTConfig(vocabulary=50304),
+    "gpt2-medium": GPTConfig(layers=24, heads=16, width=1024, vocabulary=50304),
+    "gpt2-tiny": GPTConfig(layers=2, heads=2, width=64),
 }
 
 
@@ -78,8 +65,9 @@ class TrainCase(AnyCase):
         return f"{self.model}-b{self.B}-s{self.S}{after}{dropout}-{self.dtype}"
 
     @property
-    def sizes(self) -> Sizes:
-        return MODELS[self.model]
+    def config(self) -> GPTConfig:
+        dropped: dict[str, Any] = {f"{what}_dropout": self.dropout_p for what in ("embedding", "attention", "residual")}
+        return replace(MODELS[self.model], context=self.S, **dropped)
 
     @property
     def tokens(self) -> int:
@@ -91,7 +79,7 @@ class TrainCase(AnyCase):
 
         Recomputation by an implementation is no work of the model.
         """
-        sizes = self.sizes
+        sizes = MODELS[self.model]
         weights = 12 * sizes.layers * sizes.width**2 + sizes.vocabulary * sizes.width
         attention = 2 * sizes.layers * self.S * sizes.width
         return 3.0 * self.tokens * (2 * weights + attention)
@@ -127,17 +115,11 @@ def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCa
 
 def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
     """Random weights as transformers names and lays them out: matrices are `[in, out]`; the head is tied."""
-    generator = torch.Generator(device).manual_seed(seed)
-    weights = {}
-    for name, shape in weight_shapes(case.sizes, case.S):
-        if len(shape) == 2:
-            # Each block adds two terms to the residual stream: scaled so that its variance does not grow with depth.
-            std = _INITIAL_STD / (math.sqrt(2 * case.sizes.layers) if name.endswith("c_proj.weight") else 1.0)
-            weights[name] = torch.randn(shape, generator=generator, device=device).mul_(std)
-        else:
-            norm = ".ln_" in name and name.endswith("weight")
-            weights[name] = torch.full(shape, float(norm), device=device)
-    return weights
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        state = GPT(case.config, device=device).state_dict()
+    weights = to_hugging_face(state, case.config, "gpt2")
+    return {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
 
 
 def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
@@ -146,23 +128,7 @@ def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
     if case.steps:
         return help_text_tokens(case.B, case.S, torch.Generator().manual_seed(seed)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(case.sizes.vocabulary, (case.B, case.S + 1), generator=generator, device=device)
-
-
-def weight_shapes(sizes: Sizes, context: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the weights of a model."""
-    width = sizes.width
-    layers: dict[str, tuple[int, ...]] = {"ln_1": (width,), "ln_2": (width,), "attn.c_attn": (width, 3 * width)}
-    layers |= {"attn.c_proj": (width, width), "mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
-    parts = {f"h.{layer}.{name}": shape for layer in range(sizes.layers) for name, shape in layers.items()}
-    yield "transformer.wte.weight", (sizes.vocabulary, width)
-    yield "transformer.wpe.weight", (context, width)
-    for name, shape in {**parts, "ln_f": (width,)}.items():
-        yield f"transformer.{name}.weight", shape
-        yield f"transformer.{name}.bias", shape[-1:]
-
-
-_NORM_EPS = 1e-5
+    return torch.randint(case.config.vocabulary, (case.B, case.S + 1), generator=generator, device=device)
 
 
 @dataclass(frozen=True)
@@ -195,23 +161,23 @@ def build_plain(case: TrainCase, weights: dict[str, Tensor]) -> Model:
 
 def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor, dropout_p: float) -> Tensor:
     """GPT-2's forward: tokens `[B, S]` -> logits `[B, S, V]`."""
-    width = case.sizes.width
+    width = case.config.width
 
     def dropped(x: Tensor) -> Tensor:
         return F.dropout(x, dropout_p) if dropout_p else x
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (width,), weights[f"{name}.weight"], weights[f"{name}.bias"], _NORM_EPS)
+        return F.layer_norm(x, (width,), weights[f"{name}.weight"], weights[f"{name}.bias"], case.config.norm_eps)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"].T, weights[f"{name}.bias"])
 
     embedding = weights["transformer.wte.weight"]
     stream = dropped(F.embedding(tokens, embedding) + weights["transformer.wpe.weight"][: tokens.shape[1]])  # [B, S, W]
-    for layer in range(case.sizes.layers):
+    for layer in range(case.config.layers):
         block = f"transformer.h.{layer}"
         qkv = linear(f"{block}.attn.c_attn", norm(f"{block}.ln_1", stream))  # [B, S, 3 W]
-        q, k, v = qkv.unflatten(-1, (3, case.sizes.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, S, D]
+        q, k, v = qkv.unflatten(-1, (3, case.config.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, S, D]
         attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)  # [B, H, S, D]
         stream = stream + dropped(linear(f"{block}.attn.c_proj", attended.transpose(1, 2).flatten(2)))
         inner = F.gelu(linear(f"{block}.mlp.c_fc", norm(f"{block}.ln_2", stream)), approximate="tanh")
@@ -231,11 +197,7 @@ def _training_loss(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
 
 def _build_flashtile(fused_loss: bool, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
     def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
-        from flashtile.models import GPT, GPTConfig, from_hugging_face
-
-        dropped: dict[str, Any] = {f"{what}_dropout": case.dropout_p for what in ("embedding", "attention", "residual")}
-        sizes = vars(case.sizes) | {"context": case.S, "norm_eps": _NORM_EPS}
-        config = GPTConfig(**sizes, **dropped, fused_loss=fused_loss)
+        config = replace(case.config, fused_loss=fused_loss)
         model = GPT(config, device=next(iter(weights.values())).device)
         model.load_state_dict(from_hugging_face(weights, config))
         loss = _compiled(model.loss) if compiled else model.loss
@@ -258,12 +220,12 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
             from flashtile.integrations.transformers import register
 
             register()
-        sizes = case.sizes
+        sizes = case.config
         dropped: dict[str, Any] = {f"{what}_pdrop": case.dropout_p for what in ("embd", "attn", "resid")}
         config = GPT2Config(
             vocab_size=sizes.vocabulary, n_positions=case.S, n_embd=sizes.width, n_layer=sizes.layers,
-            n_head=sizes.heads, layer_norm_epsilon=_NORM_EPS, use_cache=False, bos_token_id=None, eos_token_id=None,
-            activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, in one kernel instead of eight
+            n_head=sizes.heads, layer_norm_epsilon=sizes.norm_eps, use_cache=False, bos_token_id=None,
+            eos_token_id=None, activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, one kernel, not eight
             **dropped,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -106,8 +106,8 @@ def test_another_probability_gets_no_speed(dropout_p):
     other = Implementation(
         "other", build=lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights)
     )
-    (row,) = run(CASE, other)
-    assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_fall: mean")
+    (row,) = run(replace(CASE, S=32), other)
+    assert row["ms"] is None and "dropout_fall: mean" in row["why"]
 
 
 def test_gradients_of_what_was_not_dropped_get_no_speed():
