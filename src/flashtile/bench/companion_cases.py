@@ -202,9 +202,8 @@ class Rotary(Companion):
     tables: ClassVar = {"tables": "S D"}
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        frequencies = 1e4 ** -(torch.arange(self.D // 2, dtype=torch.float64, device=random.device) * 2 / self.D)
-        angles = torch.arange(self.S, dtype=torch.float64, device=random.device)[:, None] * frequencies
-        return {"cos": angles.cos().to(random.dtype), "sin": angles.sin().to(random.dtype)}
+        cos, sin = flashtile.rotary_tables(self.S, self.D, device=random.device)
+        return {"cos": cos.to(random.dtype), "sin": sin.to(random.dtype)}
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         first, second = leaves[0].chunk(2, dim=-1)

@@ -272,42 +272,34 @@ def evaluate(
     case: Companion, inputs: Inputs, others: dict[str, Tensor], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Outputs and gradients of the formula, in the dtype of the inputs or in another one."""
-    first = next(t for name, t in inputs.leaves.items() if name in case.rowwise)
+    device, rows = next((t.device, len(t)) for name, t in inputs.leaves.items() if name in case.rowwise)
     # A power of two: the share of some rows in a mean over all is then exact in any dtype, where the rows are one too.
-    step = 1 << max(1, _ELEMENTS[first.device.type] // case.width()).bit_length() - 1
+    step = 1 << max(1, _ELEMENTS[device.type] // case.width()).bit_length() - 1
     by_rows: dict[str, list[Tensor]] = {}
     sums: dict[str, Tensor] = {}
-    for start in range(0, first.shape[0], step):
-        for name, part in _evaluate_rows(case, inputs, others, slice(start, start + step), dtype).items():
+    for start in range(0, rows, step):
+
+        def pick(name: str, tensor: Tensor, start: int = start) -> Tensor:
+            part = tensor[start : start + step] if name in case.rowwise else tensor
+            return part.to(dtype) if dtype is not None and part.is_floating_point() else part
+
+        share = min(step, rows - start) / rows  # of these rows in means over all
+        leaves = {name: pick(name, leaf).clone().requires_grad_() for name, leaf in inputs.leaves.items()}
+        picked = {name: pick(name, tensor) for name, tensor in others.items()}
+        outputs = dict(zip(case.outputs, case.formula(list(leaves.values()), picked), strict=True))
+        shares = {name: 1.0 if name in case.rowwise else share for name in outputs}
+        found = {name: out.detach() * shares[name] for name, out in outputs.items()}
+        if inputs.upstream:
+            upstream = [pick(name, d) * shares[name] for name, d in zip(outputs, inputs.upstream, strict=True)]
+            gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
+            found |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+        for name, part in found.items():
             if name in case.rowwise or name.removeprefix("d") in case.rowwise:
                 by_rows.setdefault(name, []).append(part)
             else:
-                sums[name] = sums[name] + part.double() if name in sums else part.double()
+                sums[name] = part.double().add_(sums.get(name, 0))
     added = {name: value.to(dtype or case.torch_dtype) for name, value in sums.items()}
     return {name: torch.cat(parts) for name, parts in by_rows.items()} | added
-
-
-def _evaluate_rows(
-    case: Companion, inputs: Inputs, others: dict[str, Tensor], rows: slice, dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """The same for some rows; means over all rows count with the share of these."""
-
-    def pick(name: str, tensor: Tensor) -> Tensor:
-        part = tensor[rows] if name in case.rowwise else tensor
-        return part.to(dtype) if dtype is not None and part.is_floating_point() else part
-
-    leaves = {name: pick(name, leaf).clone().requires_grad_() for name, leaf in inputs.leaves.items()}
-    picked = {name: pick(name, tensor) for name, tensor in others.items()}
-    outputs = dict(zip(case.outputs, case.formula(list(leaves.values()), picked), strict=True))
-    total = next(t.shape[0] for name, t in inputs.leaves.items() if name in case.rowwise)
-    share = next(t.shape[0] for name, t in leaves.items() if name in case.rowwise) / total
-    shares = {name: 1.0 if name in case.rowwise else share for name in outputs}
-    results = {name: out.detach() * shares[name] for name, out in outputs.items()}
-    if not inputs.upstream:
-        return results
-    upstream = [pick(name, d) * shares[name] for name, d in zip(outputs, inputs.upstream, strict=True)]
-    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
-    return results | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def _pieces(found: Tensor, exact: Tensor, eager: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
