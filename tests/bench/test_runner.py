@@ -1,5 +1,6 @@
 """Measuring: what is verified gets a speed, what is wrong or fails gets a reason."""
 
+import itertools
 import json
 import math
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.bench import implementations, oracle, runner
+from flashtile.bench import implementations, oracle, runner, timing
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.commands import command_line, measure
@@ -201,14 +202,17 @@ def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
         assert_same(blocks[name], expected, name)
 
 
-def test_oracle_looks_at_fewer_heads_when_they_are_large(monkeypatch):
+@pytest.mark.parametrize("dropout_p, heads, seen", [(0.0, [0, 3], (-1, -1)), (0.3, [0, 1], (0, 0))])
+def test_oracle_looks_at_fewer_heads_when_they_are_large(dropout_p, heads, seen, monkeypatch):
+    """With dropout at the first ones of the first batch entry: the bits of others depend on the number of heads."""
     monkeypatch.setitem(oracle._SCORES, "cpu", 1)
-    case = Case(2, 32, 8, 4, 8, 8, dtype="fp32")
-    assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
+    case = Case(2, 32, 8, 4, 8, 8, dropout_p=dropout_p, dtype="fp32")
+    assert oracle._choose_heads(case, CPU).tolist() == heads
     judging = Oracle(case, inputs := make_inputs(case, CPU))
-    out = flashtile.attention(inputs.q, inputs.k, inputs.v, backend="reference")
+    out = build_flashtile("reference")(case, inputs)(inputs.q, inputs.k, inputs.v)
     assert judging.judge({"out": out}).why is None
-    out[-1, -1, -1, -1] += 1
+    entry, head = seen
+    out[entry, -1, head, -1] += 1
     assert judging.judge({"out": out}).why is not None
 
 
@@ -441,6 +445,12 @@ def test_host_time_has_three_phases_and_reports_failures():
     assert all(row["ms"] is None and row["why"] == "RuntimeError: no" for row in rows[3:])
     options = {"impl": ["sdpa-flash"], "quick": True}
     assert measure("host-time", options)["rows"][0]["op"] == "attention-host"
+
+
+def test_host_time_is_that_of_one_call(monkeypatch):
+    clock = itertools.count(0, 1e-3)  # a millisecond for each call, and one for the clock
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert HostTimer(lambda: next(clock), CPU).sample(0.0) == [pytest.approx(1.5)]
 
 
 def test_command_line_leaves_the_output_out(monkeypatch):
