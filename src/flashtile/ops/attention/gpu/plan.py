@@ -26,7 +26,7 @@ from flashtile.ops.attention.gpu.reductions import (
     shares_kernel,
     without_shares,
 )
-from flashtile.ops.attention.gpu.schedule import choose_shares, longest_walk
+from flashtile.ops.attention.gpu.schedule import shares_of_call
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.gpu.scores import slots_for, triton_derivative, triton_function
 from flashtile.ops.attention.gpu.tile_configs import (
@@ -137,12 +137,9 @@ def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call
     programs = _programs(kernel, call, tiles, work)
     shares = 1
     if kernel == "dkdv" and programs:
-        cut_by = call.cut_by
         causal = spec.window_right is not None and spec.window_left is None
-        uneven = cut_by.packed or spec.block_shape is not None or causal
-        steps = longest_walk(cut_by.tiles(cut_by.rows_q, tiles.block_m), spec, tiles.block_m, tiles.block_n)
-        walks = _programs(kernel, cut_by, tiles, work)
-        shares = choose_shares(call.group, walks, steps, uneven, call.multiprocessors)
+        uneven = call.cut_by.packed or spec.block_shape is not None or causal
+        shares = shares_of_call(call, tiles.block_m, tiles.block_n, uneven)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = call.rows_q % (call.block_tile[0] or tiles.block_m) == 0
     divides_k = call.rows_k % (call.block_tile[1] or tiles.block_n) == 0

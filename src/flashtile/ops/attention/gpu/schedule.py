@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.spec import AttentionSpec
 
 #: How long the sequences of a call are: they all fit a tile of `SHORT` queries and keys; from `LONG` of both on they
@@ -77,6 +78,14 @@ def choose_shares(
         return max(walks * shares * a_walk, walks_done(shares) * a_walk + longest + beside) + summing
 
     return _fewest([shares for shares in range(1, group + 1) if group % shares == 0], time, _NEARLY_BEST_SHARES)
+
+
+def shares_of_call(call: Call, block_m: int, block_n: int, uneven: bool) -> int:
+    """`choose_shares` of a call, in tiles of so many queries and keys."""
+    cut_by = call.cut_by
+    steps = longest_walk(cut_by.tiles(cut_by.rows_q, block_m), call.spec, block_m, block_n)
+    walks = cut_by.tiles(cut_by.rows_k, block_n) * cut_by.lines_kv
+    return choose_shares(call.group, walks, steps, uneven, call.multiprocessors)
 
 
 def choose_parts(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
