@@ -167,6 +167,16 @@ def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
 
 
+@pytest.mark.parametrize(("batch", "stages", "residents"), [(4, 6, 1), (8, 2, 2)])
+def test_few_tiles_have_more_stages(batch: int, stages: int, residents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
+    indices = (torch.int32, None, None, torch.int32, None, None, None)
+    call = _CALL._replace(shape=(batch, 64, *_CALL.shape[2:]), total_q=None, index_dtypes=indices)
+    plan = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.plans["forward"]
+    assert plan.source.constants["STAGES"] == stages
+    assert plan.programs == min(batch * 32, residents * 132)
+
+
 @pytest.mark.parametrize("page_size", [16, 0])
 def test_machine_code_of_step_values(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_machine_code_of_steps(page_size, "values", monkeypatch)
