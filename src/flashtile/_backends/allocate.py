@@ -62,9 +62,9 @@ class Scratch:
         self.layout = contiguous((end,), torch.float32)
         self._offsets = [4 * start for start, _ in self.parts.values()]
 
-    def addresses(self, base: int) -> list[int]:
+    def addresses(self, base: int) -> tuple[int, ...]:
         """The address of each part that the pass has, from that of the buffer."""
-        return [base + offset for offset in self._offsets]
+        return (*map(base.__add__, self._offsets),)
 
     def part(self, buffer: Tensor, name: str) -> Tensor:
         """A part, as float32."""

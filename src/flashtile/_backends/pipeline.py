@@ -133,7 +133,7 @@ class Pipeline:
         self.outputs = {name: layout for name, layout in outputs.items() if layout is not None}
         self.scratch = None if scratch is None else Scratch(**scratch)
         layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]
-        parts = () if self.scratch is None else self.scratch.parts
+        parts = () if self.scratch is None else ("", *self.scratch.parts)  # first the buffer itself
         fields: tuple[str, ...] = getattr(given, "_fields", ())
         places = dict.fromkeys((*unused, *fields, *outputs, *(scratch or ())), 0)
         given = [name for name, buffer in zip(fields, given) if buffer is not None] if fields else given
@@ -169,11 +169,9 @@ def _runner(
         made = allocate()
         for place in zeroed:
             made[place].zero_()
-        if scratch is None:
-            addresses = (*given, *map(_POINTER, made))
-        else:
-            *outputs, buffer = map(_POINTER, made)
-            addresses = (*given, *outputs, *scratch.addresses(buffer))
+        addresses = (*given, *map(_POINTER, made))
+        if scratch is not None:
+            addresses += scratch.addresses(addresses[-1])
         for plan, make, of_moved, of_pointers, repeated in steps:
             if make is not None:
                 plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))

@@ -267,7 +267,7 @@ def test_a_prepared_backward_passes_the_same(launched, call, has_dlse):
     assert (prepared is None) == (spec.scale <= 0)
     if prepared is None:
         return
-    dq, dk, dv, *_ = prepared(inputs, ())
+    dq, dk, dv, *_ = prepared(dout, dlse, (q, k, v, out, lse))
     main = launched["attention_backward_kernel"].arguments
     moved_by_tma = {"q": q, "k": k, "v": v, "dk": dk, "dv": dv}
     if main["dq_desc"] is not None:

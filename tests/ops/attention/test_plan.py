@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashtile._backends import allocate, devices
 from flashtile._backends.alignment import power_of_two_factor
@@ -307,11 +309,11 @@ def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch):
     """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
     read: list[int] = []
 
-    def run(inputs: BackwardInputs, *_: Any) -> Gradients:
-        read.append(inputs.out.data_ptr())
-        return Gradients(inputs.q, inputs.k, inputs.v)
+    def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
+        read.append(saved[3].data_ptr())
+        return Gradients(*saved[:3])
 
-    monkeypatch.setattr(launch, "plan_backward", lambda call: SimpleNamespace(run=run))
+    monkeypatch.setattr(launch, "plan_backward", lambda call: SimpleNamespace(runner=lambda *_: run))
     x = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
     worse = torch.zeros(33, dtype=torch.bfloat16)[1:].view(1, 4, 1, 8)
     assert x.data_ptr() % 16 == 0 != worse.data_ptr() % 16
@@ -343,7 +345,7 @@ def test_prepared_launches_pass_what_others_pass(spec, has_dlse, monkeypatch):
     prepared = launch.prepare_forward(q, k, v, side, spec)
     prepared_backward = launch.prepare_backward(inputs, side, spec, Wanted())
     assert prepared is not None and prepared_backward is not None
-    made_again, gradients_again = prepared(q, k, v, ()), prepared_backward(inputs, ())
+    made_again, gradients_again = prepared(q, k, v, ()), prepared_backward(dout, dlse, (q, k, v, out, lse))
     renamed = {new.data_ptr(): old.data_ptr() for new, old in zip(made_again, made)}
     renamed |= {new.data_ptr(): old.data_ptr() for new, old in zip(gradients_again[:3], gradients[:3])}
     statistics = 6 + has_dlse

@@ -304,7 +304,7 @@ class _RepeatedAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse=None, *of_max_scores):
         saved, call, grads = ctx.saved_tensors, ctx.call, None
         if dout is not None and dispatch.undisturbed() and not torch.is_grad_enabled():
-            grads = call.backward(dout, dlse, *saved)
+            grads = call.backward(dout, dlse, saved)
         if grads is None:
             side = call.form.side(saved[len(_SAVED_OF_PLAIN) :])
             given = dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]

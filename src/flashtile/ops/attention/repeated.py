@@ -38,6 +38,7 @@ from flashtile.ops.attention.spec import (
     AuxForm,
     BackwardInputs,
     Gradients,
+    RunBackward,
     SideInputs,
     Wanted,
     saved_side,
@@ -274,23 +275,24 @@ class RepeatedCall:
 
     def aux_gradients(self, grads: Gradients) -> list[Tensor | None]:
         """The gradients of the side inputs that there are, in their order."""
-        return [None if pick is None else pick(grads) for pick in self._learned]
+        learned = self._learned
+        return [None if pick is None else pick(grads) for pick in learned] if learned else []
 
-    def backward(self, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> Gradients | None:
+    def backward(self, dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients | None:
         """The gradients, from q, k, v, out, lse and the side inputs as they were saved, or what hooks of saved tensors
         made of them; None where these or the gradients are not plain."""
         given = (dout, *saved) if dlse is None else (dout, dlse, *saved)
         entries = self._backwards[dlse is None]
         for recognises, run in entries:
             if recognises(*given):
-                return run(dout, dlse, *saved)
+                return run(dout, dlse, saved)
         if not dispatch.plain(*given) or dispatch.batched(dout, dlse):
             return None
         run = self._general_backward
         if lie_as_usual(dout, *saved[:5]):
-            run = self._backward_like(dout, dlse, *saved)
+            run = self._backward_like(dout, dlse, saved)
             keep_alike(entries, given, run)
-        return run(dout, dlse, *saved)
+        return run(dout, dlse, saved)
 
     def _first_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
         if not lie_as_usual(q, k, v):
@@ -310,9 +312,8 @@ class RepeatedCall:
     def _general_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
         return serve_forward(q, k, v, self.form.side(aux), self.spec, self.backend, plain=not aux)
 
-    def _general_backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
-    ) -> Gradients:
+    def _general_backward(self, dout: Tensor, dlse: Tensor | None, saved: Sequence[Any]) -> Gradients:
+        q, k, v, out, lse, *aux = saved
         given = BackwardInputs(dout, dlse, q, k, v, out, lse)
         return serve_backward(given, self.form.side(aux), self.backward_spec, self.wanted, self.backend)
 
@@ -342,10 +343,9 @@ class RepeatedCall:
 
         return run
 
-    def _backward_like(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
-    ) -> Callable[..., Gradients]:
+    def _backward_like(self, dout: Tensor, dlse: Tensor | None, saved: Sequence[Any]) -> RunBackward:
         """A function that runs backwards of tensors that lie like these."""
+        q, k, v, out, lse, *aux = saved
         spec, wanted, general, side = self.backward_spec, self.wanted, self._general_backward, self.form.side(aux)
         if seen_call(q, k, v, side, spec) or not read_as_given(spec, dout, q, k, v):
             return general
@@ -355,16 +355,13 @@ class RepeatedCall:
         launch = None if prepare is None else prepare(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
         if launch is None:
             return general
-        in_vectors = self._vector_places()
+        in_vectors = 0, 1, 2, 3, *(5 + place for place in self._vector_places())  # all but lse
 
-        def run(dout, dlse, q, k, v, out, lse, *aux):
-            inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-            bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Any]) -> Gradients:
+            bits = dout.data_ptr()
             for place in in_vectors:
-                bits |= aux[place].data_ptr()
-            if bits % 16:
-                return general(*inputs, *aux)
-            return launch(inputs, aux)
+                bits |= saved[place].data_ptr()
+            return general(dout, dlse, saved) if bits % 16 else launch(dout, dlse, saved)
 
         return run
 

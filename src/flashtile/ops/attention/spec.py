@@ -19,7 +19,7 @@ Scores, of which the softmax is taken over what is visible (and over the sink, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -284,6 +284,10 @@ class Gradients(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     captured: tuple[Tensor | None, ...] = ()
+
+
+#: Runs a backward, from dout, dlse, and what is saved for it: q, k, v, out, lse and the tensors beside them.
+RunBackward = Callable[[Tensor, Tensor | None, Sequence[Any]], Gradients]
 
 
 def out_dtype(dtype: torch.dtype) -> torch.dtype:

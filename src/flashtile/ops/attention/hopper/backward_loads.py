@@ -306,7 +306,7 @@ def backward_pipeline(
     return Pipeline(
         call.device,
         kernels,
-        ("q", "k", "v", "out", "dout", "lse", "dlse", *aux_buffers(call)),
+        ("q", "k", "v", "out", "lse", *aux_buffers(call), "dout", "dlse"),
         {**outputs, **learned, **more},
         {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, "order": 0, **scratch},
         zeroed,

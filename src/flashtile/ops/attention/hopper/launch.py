@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.launch import Plan, plan_cache, pointer
+from flashtile._backends.launch import Plan, plan_cache
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, contiguous_on_16_bytes, positive_scale
@@ -45,6 +45,7 @@ from flashtile.ops.attention.spec import (
     AuxForm,
     BackwardInputs,
     Gradients,
+    RunBackward,
     SideInputs,
     Wanted,
     out_dtype,
@@ -59,6 +60,9 @@ _LONG_KEYS = 4096
 #: step, and load at the same time. Then memory waits while they compute, and a line of 128 bytes that two heads have in
 #: common is read twice. `_keep_keys_near` has the exception.
 _SHORT_ROWS = 511
+
+
+_ADDRESS = Tensor.data_ptr
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -105,16 +109,16 @@ def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, want
     dout = dout if aligned(dout) else dout.clone(memory_format=torch.contiguous_format)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     side = with_aligned_lists(side)
-    inputs = BackwardInputs(dout, dlse, q, k, v, contiguous_on_16_bytes(out), lse)
-    plan = plan_backward(describe_backward(inputs, side, spec, wanted))
-    grads = plan.runner(AuxForm.from_side(side), wanted)(inputs, aux_tensors(side))
+    out = contiguous_on_16_bytes(out)
+    plan = plan_backward(describe_backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted))
+    grads = plan.runner(AuxForm.from_side(side), wanted)(dout, dlse, (q, k, v, out, lse, *aux_tensors(side)))
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
 def prepare_backward(
     inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> Callable[[BackwardInputs, Aux], Gradients] | None:
-    """`backward` of all 16-bit calls that look like this one, from their tensors; or None."""
+) -> RunBackward | None:
+    """`backward` of all 16-bit calls that look like this one; or None."""
     dout, _, q, k, v, *_ = inputs
     if not (_preparable(k, v, side, spec) and q.numel() and k.numel() and v.numel() and aligned(dout)):
         return None
@@ -200,9 +204,9 @@ class ForwardPlan(NamedTuple):
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
             counter = tile_counter(device) if dynamic else None  # held while results are allocated: not their memory
-            tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(counter)
-            addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
-            return (*run_kernels(*tensors, *addresses)[:results],)
+            of_counter = 0 if counter is None else counter.data_ptr()
+            made = run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), of_counter, *map(_ADDRESS, aux))
+            return (*made[:results],)
 
         return run
 
@@ -258,18 +262,16 @@ class BackwardPlan(NamedTuple):
 
     pipeline: Pipeline
 
-    def runner(self, form: AuxForm, wanted: Wanted) -> Callable[[BackwardInputs, Aux], Gradients]:
+    def runner(self, form: AuxForm, wanted: Wanted) -> RunBackward:
         """The function that enqueues the kernels. Gradients that are not wanted are None."""
         run_kernels, captured_gradients = self.pipeline.run, (None,) * len(wanted.captured)
         learns = any(name in self.pipeline.outputs for name in _LEARNED)
 
-        def run(inputs: BackwardInputs, aux: Aux) -> Gradients:
-            dout, dlse, q, k, v, out, lse = inputs
-            given = [tensor.data_ptr() for tensor in (q, k, v, out, dout, lse)]
-            made = run_kernels(*given, 0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux])
+        def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
+            made = run_kernels(*map(_ADDRESS, saved), dout.data_ptr(), 0 if dlse is None else dlse.data_ptr())
             if not learns:
-                return Gradients(made[0], made[1], made[2], captured=captured_gradients)
-            found, side = dict(zip(self.pipeline.outputs, made)), form.side(aux)
+                return Gradients._make((made[0], made[1], made[2], None, None, None, captured_gradients))
+            found, side = dict(zip(self.pipeline.outputs, made)), form.side(saved[5:])
             learned = learned_gradients(found, side, wanted, side.cu_seqlens_k)
             return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
 

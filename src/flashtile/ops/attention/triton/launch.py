@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from flashtile.ops.attention.spec import (
     AuxForm,
     BackwardInputs,
     Gradients,
+    RunBackward,
     SideInputs,
     Wanted,
 )
@@ -50,10 +51,6 @@ KERNELS: dict[KernelName, Any] = {
     "dbias": attention_dbias_kernel,
     "column_sums": attention_column_sums_kernel,
 }
-
-#: The buffers that a forward and a backward are given, before those of the side inputs.
-_GIVEN_FORWARD = ("q", "k", "v")
-_GIVEN_BACKWARD = ("q", "k", "v", "out", "dout", "lse", "dlse")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -98,7 +95,7 @@ def _planned(call: Call) -> dict[KernelName, PortableKernel]:
 @plan_cache
 def _plan_forward(call: Call) -> Pipeline:
     planned = _planned(call)["forward"]
-    return Pipeline(call.device, planned.kernels, (*_GIVEN_FORWARD, *aux_buffers(call)), planned.outputs)
+    return Pipeline(call.device, planned.kernels, ("q", "k", "v", *aux_buffers(call)), planned.outputs)
 
 
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
@@ -109,20 +106,18 @@ def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, want
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
-    inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-    plan = plan_backward(describe_backward(inputs, side, spec, wanted))
-    grads = plan.run(inputs, aux_tensors(side), AuxForm.from_side(side), wanted)
+    plan = plan_backward(describe_backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted))
+    grads = plan.runner(AuxForm.from_side(side), wanted)(dout, dlse, (q, k, v, out, lse, *aux_tensors(side)))
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
 def prepare_backward(
     inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> Callable[[BackwardInputs, Aux], Gradients] | None:
-    """`backward` of all 16-bit calls that look like this one, from their tensors; or None."""
+) -> RunBackward | None:
+    """`backward` of all 16-bit calls that look like this one; or None."""
     if not _preparable(inputs.q, spec):
         return None
-    run, form = plan_backward(describe_backward(inputs, side, spec, wanted)).run, AuxForm.from_side(side)
-    return lambda inputs, aux: run(inputs, aux, form, wanted)
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).runner(AuxForm.from_side(side), wanted)
 
 
 def backward_plans(
@@ -154,18 +149,20 @@ class BackwardPlan(NamedTuple):
     own_delta: bool
     waves: tuple[int, int] | None
 
-    def run(self, inputs: BackwardInputs, aux: Aux, form: AuxForm, wanted: Wanted) -> Gradients:
-        """Enqueues the kernels. Gradients that are not wanted are None."""
-        dout, dlse, q, k, v, out, lse = inputs
-        given = *pointers((q, k, v, out, dout, lse)), pointer(dlse), *pointers(aux)
-        if self.waves is not None:
-            starts = wave_starts(*self.waves, q.device)
-            given = *given, [pointer(start) for start in starts]
-        made = self.pipeline.run(*given)
-        if aux:
-            return self._with_sides(made, form.side(aux), wanted)
-        dq, dk, dv, *_ = made
-        return Gradients(dq, dk, dv)
+    def runner(self, form: AuxForm, wanted: Wanted) -> RunBackward:
+        """The function that enqueues the kernels. Gradients that are not wanted are None."""
+        run_kernels, waves = self.pipeline.run, self.waves
+
+        def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
+            given = *pointers(saved), pointer(dout), pointer(dlse)
+            if waves is not None:
+                given = *given, [pointer(start) for start in wave_starts(*waves, dout.device)]
+            made = run_kernels(*given)
+            if len(saved) > 5:
+                return self._with_sides(made, form.side(saved[5:]), wanted)
+            return Gradients(made[0], made[1], made[2])
+
+        return run
 
     def _with_sides(self, made: list[Tensor], side: SideInputs, wanted: Wanted) -> Gradients:
         """With the gradients of side inputs. `made`: as of `Pipeline.run`."""
@@ -194,7 +191,7 @@ def plan_backward(call: Call) -> BackwardPlan:
         if wants:
             slots = (queries.kernel.programs,) if queries.waves else ()
             outputs[f"sum{number}"] = contiguous((*slots, *of.shape), torch.float32)
-    given = (*_GIVEN_BACKWARD, *aux_buffers(call))
+    given = ("q", "k", "v", "out", "lse", *aux_buffers(call), "dout", "dlse")
     zeroed = {*outputs, *(name for of in planned.values() if not of.kernel.programs for name in of.outputs)}
     repeated = {"dq": "wave"} if queries.waves else {}
     outputs = {name: written[name] for name in ("dq", "dk", "dv")} | written | outputs
@@ -215,4 +212,4 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
 @plan_cache
 def _plan_column_sums(call: Call) -> Pipeline:
     planned = _planned(call)["column_sums"]
-    return Pipeline(call.device, planned.kernels, (*_GIVEN_FORWARD, *aux_buffers(call), "lse"), planned.outputs)
+    return Pipeline(call.device, planned.kernels, ("q", "k", "v", *aux_buffers(call), "lse"), planned.outputs)
