@@ -9,7 +9,7 @@ import torch
 
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.separate_configs import is_wide, serves_float32, serves_float32_forward
+from flashtile.ops.attention.hopper.separate_configs import is_wide, serves_float32
 from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper
 from support.attention.backend_calls import hopper_call
@@ -40,8 +40,8 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
         if backend == "hopper" and phase == "backward" and ((wide and reason) or any(wanted.captured)):
             backend = "cpu"  # any backward follows any forward
         if backend == "hopper" and q.dtype is torch.float32:
-            of_forward = serves_float32_forward(q.dtype, *call.head_dims)
-            served = of_forward if phase == "forward" else not of_forward or serves_float32(q.dtype, *call.head_dims)
+            of_forward = serves_float32(call._replace(phase="forward"))
+            served = of_forward if phase == "forward" else not of_forward or serves_float32(call)
             backend = "hopper" if served else "cpu"
         if backend != "hopper":
             return _serve(phase, q, k, v, side, spec, backend, wanted)

@@ -23,7 +23,6 @@ from flashtile.ops.attention.hopper.separate_configs import (
     float32_forward_shared_memory,
     is_wide,
     parts_pay,
-    serves_float32_forward,
     wide_shared_memory,
 )
 from flashtile.ops.attention.spec import FP8
@@ -109,10 +108,11 @@ def _unsupported_feature(call: Call) -> str | None:
 
 def _unserved_float32(call: Call) -> str | None:
     """Why the kernels cannot serve a call in float32."""
-    if call.phase == "forward" and not serves_float32_forward(call.dtype, *call.head_dims):
-        return f"its forward of float32 is for heads of {NARROW + 1} to {MAX_HEAD_DIM} columns"
-    if call.phase == "backward" and not float32_configs.serves_float32(call.dtype, *call.head_dims):
-        return f"its backward of float32 is for a head_dim from {float32_configs.NARROW + 1} to {MAX_HEAD_DIM}"
+    if not float32_configs.serves_float32(call):
+        if call.phase == "forward":
+            return f"its forward of float32 is for heads of {NARROW + 1} to {MAX_HEAD_DIM} columns"
+        least = float32_configs.NARROW_BACKWARD + 1
+        return f"its backward of float32 is for a head_dim from {least} to {MAX_HEAD_DIM}"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
     unserved = _first_asked({

@@ -36,7 +36,7 @@ from flashtile.ops.attention.hopper.convert import widen_kernel
 from flashtile.ops.attention.hopper.float32_forward import float32_forward_kernels
 from flashtile.ops.attention.hopper.forward import forward_kernel
 from flashtile.ops.attention.hopper.schedule import BackwardSchedule
-from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
+from flashtile.ops.attention.hopper.separate_configs import is_wide
 from flashtile.ops.attention.hopper.separate_launch import separate_pipeline
 from flashtile.ops.attention.spec import (
     FP8,
@@ -283,7 +283,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known. Wide heads, and float32, have a kernel for
     each gradient."""
     call.check_sizes()
-    if has_separate_kernels(call.dtype, *call.head_dims):
+    if call.dtype is torch.float32 or is_wide(*call.head_dims):
         return BackwardPlan(separate_pipeline(call))
     schedule = BackwardSchedule.from_call(call)
     config, by = schedule.config, bias_gradient_by(schedule.config, call)

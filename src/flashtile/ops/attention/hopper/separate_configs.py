@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.rows import Row, first_row
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, SHARED_MEMORY
@@ -166,11 +164,6 @@ def float32_forward_shared_memory(config: Float32ForwardConfig) -> int:
     return shared_rows_memory(config.chunks, config.staying, config.places)
 
 
-def serves_float32_forward(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
-    """Whether the kernel of `float32_forward` is for a forward."""
-    return dtype is torch.float32 and NARROW < max(head_dim, head_dim_v) <= MAX_HEAD_DIM
-
-
 def parts_pay(call: Call) -> bool:
     """Whether products of parts are faster than those of the portable kernels, which cut a row into parts as they
     go."""
@@ -259,22 +252,18 @@ def float32_wide_shared_memory(config: Float32WideConfig) -> tuple[int, int]:
     return of_values, tiles * TILE_BYTES + EXCHANGE_BYTES + OVERHEAD
 
 
-def serves_float32(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
-    """Whether the kernels of `float32_backward` or `float32_wide_backward` are for a backward."""
-    served = NARROW_BACKWARD < head_dim <= MAX_HEAD_DIM and head_dim_v <= MAX_HEAD_DIM
-    return dtype is torch.float32 and served
+def serves_float32(call: Call) -> bool:
+    """Whether kernels of float32 have heads like these: `float32_forward`, or `float32_backward` and
+    `float32_wide_backward`."""
+    head_dim, head_dim_v = call.head_dims
+    if call.phase == "forward":
+        return NARROW < max(head_dim, head_dim_v) <= MAX_HEAD_DIM
+    return NARROW_BACKWARD < head_dim <= MAX_HEAD_DIM and head_dim_v <= MAX_HEAD_DIM
 
 
 def is_wide_float32(head_dim: int, head_dim_v: int) -> bool:
     """Whether it is those of `float32_wide_backward`."""
     return max(head_dim, head_dim_v) > WIDTH
-
-
-def has_separate_kernels(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
-    """Whether a backward has a kernel for each gradient."""
-    if dtype is torch.float32:
-        return serves_float32(dtype, head_dim, head_dim_v)
-    return is_wide(head_dim, head_dim_v)
 
 
 def float32_dv_keys(head_dim: int, head_dim_v: int) -> int:
