@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,11 +14,11 @@ import torch
 from support.compilation import needs_triton  # noqa: F401
 
 # isort: split
-from flashtile import BlockMask, patterns
+from flashtile import BlockMask
 from flashtile._backends import alignment, devices, tma
 from flashtile._backends import launch as backend_launch
 from flashtile._backends.allocate import Layout, contiguous_strides
-from flashtile._backends.launch import KernelSource, pointer
+from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.call import Phase, TensorFacts
@@ -1852,114 +1851,6 @@ def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch):
     arguments = (out, None, q, q, out, out, torch.zeros(2, 3, 5), *SideInputs(None, None, 5, 5), *AttentionSpec(1.0))
     dq, dk, _, *_ = torch.ops.flashtile.attention_backward(*arguments, *Wanted(), "hopper")
     assert dq.is_contiguous() and dk.is_contiguous() and torch.equal(dq, padded)
-
-
-_LAUNCHED_BACKWARDS = {
-    "64": (64, 64, {}, False),
-    "192x128": (192, 128, {}, False),
-    "65-window": (65, 64, {"window_left": 5, "window_right": 0}, False),
-    "36-packed-ordered": (36, 40, {"deterministic": True}, True),
-    "192-packed-softcap": (192, 192, {"softcap": 3.0}, True),
-    "192x128-blocks": (192, 128, {"block_shape": (1, 1, 128, 128)}, False),
-    "64-hidden-rows-sinks": (64, 64, {"window_right": -1, "deterministic": True}, False),
-    "36-packed-hidden-rows": (36, 40, {"window_right": -1, "deterministic": True}, True),
-}
-
-
-def _arguments_of(parameter: str) -> int:
-    """A descriptor is several arguments: itself, shape and strides."""
-    box = re.match(r"tensordesc<\w+\[([^]]*)\]", parameter)
-    return 1 if box is None else 1 + 2 * len(box[1].split(","))
-
-
-@pytest.mark.parametrize("name", _LAUNCHED_BACKWARDS)
-def test_a_backward_passes_what_its_kernels_take(name, monkeypatch):
-    """As many arguments as each kernel has, descriptors in their places, and gradients that overlap in nothing."""
-    head_dim, head_dim_v, arguments, packed = _LAUNCHED_BACKWARDS[name]
-    launched = {}
-
-    def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device):
-        first_scalar = len(source.types) - len(scalars)
-        of_given = dict(zip(source.names[:first_scalar], source.types))
-        names = [name for name, of in of_given.items() if of != "constexpr"]
-        widths = [_arguments_of(of_given[name]) for name in names]
-        kernel = source.function.__name__.removeprefix("attention_").removesuffix("_kernel")
-
-        def launch(*given) -> None:
-            assert len(given) == sum(widths)
-            starts = itertools.accumulate(widths, initial=0)
-            launched[kernel] = {name: given[start] for name, start, _ in zip(names, starts, widths)}
-            launched[kernel] |= {name: of for name, of in zip(source.names[first_scalar:], scalars) if of is not None}
-
-        return launch
-
-    monkeypatch.setattr(backend_launch, "make_launch", make_launch)
-    monkeypatch.setattr(description, "current_machine", lambda device: HOPPER)
-    backend_launch.clear_plans()
-    monkeypatch.setattr(
-        tma.triton.runtime.driver,
-        "_active",
-        SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor_tiled=lambda at, *_: at)),
-    )
-    outer = (100,) if packed else (2, 50)
-    q, k = (torch.zeros(*outer, 2, -(-head_dim // 8) * 8, dtype=torch.bfloat16)[..., :head_dim] for _ in range(2))
-    v, dout, out = (torch.zeros(*outer, 2, head_dim_v, dtype=torch.bfloat16) for _ in range(3))
-    lse = torch.zeros(2, 100) if packed else torch.zeros(2, 2, 50)
-    offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
-    side = SideInputs(offsets, offsets, 60, 60) if packed else SideInputs(None, None, 50, 50)
-    if "block_shape" in arguments:
-        mask = patterns.causal(50)
-        side = side._replace(block_lists=mask.lists, block_patterns=mask.tile_masks)
-    sinks = torch.zeros(2) if "sinks" in name else None
-    side = side._replace(sinks=sinks)
-    grads = launch.backward(
-        BackwardInputs(dout, None, q, k, v, out, lse), side, AttentionSpec(1.0, **arguments), Wanted()
-    )
-    for grad, of in zip(grads, (q, k, v)):
-        assert grad.shape == of.shape and alignment.aligned(grad)
-    main, begin = launched["backward"], launched["begin"]
-    assert ("masked_dout_ptr" in begin) == ("blocks" in name or "hidden" in name)
-    assert ("logit_sums_ptr" in begin) == ("sinks" in name)
-    begin.pop("logit_sums_ptr", None)  # a tensor of its own
-    assert begin["dout_ptr"] == dout.data_ptr()
-    assert begin.get("row_logits_ptr") == (None if sinks is None else pointer(sinks))
-    assert main["dout_desc"] == begin.get("masked_dout_ptr", begin["dout_ptr"])
-    assert ("dout_tail_desc" in main) == bool(backward_configs.backward_chunks(dout.shape[-1])[1])
-    for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
-        assert main[f"{given}_desc"] == at.data_ptr()
-        assert (f"{given}_tail_desc" in main) == bool(backward_configs.backward_chunks(at.shape[-1])[1])
-    assert main["statistics_desc"] == begin["statistics_ptr"]
-    # 50 keys are one tile. Every query visits it, or a window hides it from some; its thread block has no other one.
-    summed = name not in ("64", "192x128", "65-window")
-    if summed:
-        assert main["sums_ptr"] == begin["cleared_ptr"] == launched["end"]["sums_ptr"] and "dq_desc" not in main
-    else:
-        assert main["dq_desc"] == grads.q.data_ptr()
-        assert ("sums_ptr" in main) is (name == "65-window")
-        assert "cleared_ptr" not in begin and "end" not in launched
-    ordered = arguments.get("deterministic", False)
-    config = backward_configs.backward_config(
-        _backward_call(
-            head_dim, head_dim_v, softcap=arguments.get("softcap", 0.0), deterministic=ordered,
-            block_tile=(128, 128) if "blocks" in name else None, window_left=5 if "window" in name else None,
-        )
-    )  # fmt: skip
-    assert main.get("sums_desc") == (begin["cleared_ptr"] if config.sums_by_tma and summed else None)
-    assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1
-    if config.statistics_multiplied:
-        rows = -(-50 // config.block_m) * 4 * config.block_m  # at least, of two sequences and heads
-        following = min(at for of, at in begin.items() if of.endswith("_ptr") and at > begin["statistics_ptr"])
-        assert following - begin["statistics_ptr"] >= 2 * rows * backward_configs.STATISTIC_COLUMNS * 2
-    assert ("turns_ptr" in main) == ordered
-    lists = None if side.block_lists is None else side.block_lists.data_ptr()
-    assert main.get("problem.side.block_lists") == lists
-    order = ("sums_ptr", "statistics_ptr", "masked_dout_ptr", "counter_ptr", "turns_ptr", "logit_sums_ptr")
-    buffers = [begin[of] for of in order if of in begin]
-    assert buffers == sorted(buffers)
-    assert all(at % 16 == 0 for at in buffers)
-    assert main["counter_ptr"] == begin["counter_ptr"]
-    if "masked_dout_ptr" in begin:
-        assert begin["counter_ptr"] - begin["masked_dout_ptr"] == dout.nbytes
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

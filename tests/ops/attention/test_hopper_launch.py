@@ -5,6 +5,7 @@ cuTensorMapEncodeTiled)."""
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import namedtuple
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from torch import Tensor
 from support.compilation import needs_triton  # noqa: F401
 
 # isort: split
+from flashtile import patterns
+from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
-from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import Phase
 from flashtile.ops.attention.hopper import backward_configs, cache_launch, configs, forward, launch
@@ -323,6 +325,30 @@ def test_a_backward_passes_what_its_kernels_declare(launched, call, has_dlse):
     turns = begin["counter_ptr"] + 4
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
     assert bool(begin["logit_sums_ptr"]) is (side.sinks is not None)
+    assert begin["row_logits_ptr"] == (None if side.sinks is None else side.sinks.data_ptr())
+    assert (main["turns_ptr"] is not None) is (spec.deterministic and summed) and main["turns_ptr"] == begin[
+        "turns_ptr"
+    ]
+    assert main["counter_ptr"] == begin["counter_ptr"] and main["statistics_desc"].address == begin["statistics_ptr"]
+    assert (begin["lse_unit"] is not None) is config.statistics_multiplied
+    if side.cu_seqlens_q is None and spec.window_left is spec.window_right is None:
+        assert begin["masked_dout_ptr"] is None
+    for gradient, of in zip(gradients, (q, k, v)):
+        assert gradient.shape == of.shape and alignment.aligned(gradient)
+
+
+def test_a_backward_over_a_block_mask_passes_its_lists(launched):
+    q, v, lse = torch.zeros(2, 50, 2, 64).bfloat16(), torch.zeros(2, 50, 2, 128).bfloat16(), torch.zeros(2, 2, 50)
+    mask = patterns.causal(50)
+    side = SideInputs(None, None, 50, 50, block_lists=mask.lists, block_patterns=mask.tile_masks)
+    launch.backward(
+        BackwardInputs(v, None, q, q, v, v, lse), side, AttentionSpec(1.0, block_shape=(1, 1, 128, 128)), Wanted()
+    )
+    begin, main = (launched[f"attention_{name}_kernel"].arguments for name in ("begin", "backward"))
+    assert main["problem.side.block_lists"] == mask.lists.data_ptr()
+    assert main["dout_desc"].address == begin["masked_dout_ptr"]
+    assert begin["counter_ptr"] - begin["masked_dout_ptr"] == v.nbytes
+    assert begin["lse_unit"] == -math.log(2)  # the scale is 1
 
 
 def _without_slopes(call: _Call) -> _Call:
