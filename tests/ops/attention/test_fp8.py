@@ -17,7 +17,7 @@ from flashtile.ops.attention import reference
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close, assert_same
-from support.running.covering import turns
+from support.running.covering import covering_choices, turns
 from support.running.places import places
 
 FP8 = torch.float8_e4m3fn
@@ -203,50 +203,50 @@ def test_portable_kernel_over_many_tiles(head_dim):
     check(Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True}), "triton", "cuda")
 
 
+_LENGTHS = ((129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800))
+_BANDS = ({}, {"causal": True}, {"causal": True, "softcap": 5.0})
+_ON_HOPPER = [
+    *(Case(**_LARGE, head_dim=d, head_dim_v=e, arguments=mask) for (d, e), mask in turns(_HEADS, _MASKS, 2)),
+    *(Case(lengths=_LENGTHS, head_dim=d, head_dim_v=d, arguments=mask) for d in (64, 128) for mask in _MASKS),
+    *(
+        Case(**_LARGE, head_dim=d, head_dim_v=e, block_mask=tile, arguments=mask)
+        for tile in ((128, 128), (256, 128), (128, 384))
+        for d, e in ((64, 64), (128, 128), (192, 128))
+        for mask in _MASKS[:3]
+    ),
+    # With a band, calls so long that three consumers take turns; without one also shorter calls have three.
+    *(
+        Case(**sizes, head_dim=64, head_dim_v=e, arguments=mask)
+        for e, sizes in (
+            (64, {"batch": 1, "seq_q": 2300, "seq_k": 2200}),
+            (48, {"batch": 1, "seq_q": 2200, "seq_k": 2500}),
+            (64, {"lengths": ((2200, 0, 1, 200), (2300, 33, 1, 0))}),
+        )
+        for mask in _BANDS[1:]
+    ),
+]
+#: Sequences that are cut as long ones are.
+_LONG = [
+    Case(**sizes, head_dim=d, head_dim_v=e, arguments=mask)
+    for (d, e), sizes, mask in covering_choices(
+        ((80, 48), (96, 96), (128, 128)),
+        [
+            _LARGE,
+            {"seq_q": 1300, "seq_k": 2100, "sinks": True},
+            {"seq_q": 2500, "seq_k": 2200, "alibi_slopes": True},
+            {"lengths": _LENGTHS},
+            {"lengths": ((1200, 0, 1, 200), (2300, 33, 1, 0)), "sinks": True, "alibi_slopes": True},
+        ],
+        _BANDS,
+    )
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("heads, arguments", turns(_HEADS, _MASKS, 2), ids=str)
-def test_hopper_kernel_over_many_tiles(heads, arguments):
-    head_dim, head_dim_v = heads
-    case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, arguments=arguments)
+@pytest.mark.parametrize("case", _ON_HOPPER)
+def test_hopper_kernel(case):
     check(case, "hopper", "cuda", multiplies_8_bits=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_hopper_kernel_packed_over_many_tiles(head_dim):
-    lengths = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
-    for arguments in _MASKS:
-        case = Case(lengths=lengths, head_dim=head_dim, head_dim_v=head_dim, arguments=arguments)
-        check(case, "hopper", "cuda", multiplies_8_bits=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128)], ids=str)
-@pytest.mark.parametrize("tile", [(128, 128), (256, 128), (128, 384)], ids=str)
-def test_hopper_kernel_over_the_tiles_of_a_block_mask(tile, head_dim, head_dim_v):
-    for arguments in _MASKS[:3]:
-        case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, arguments=arguments)
-        check(case, "hopper", "cuda", multiplies_8_bits=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(batch=1, seq_q=2300, seq_k=2200, head_dim=64, head_dim_v=64),
-        Case(batch=1, seq_q=2200, seq_k=2500, head_dim=64, head_dim_v=48),
-        Case(lengths=((2200, 0, 1, 200), (2300, 33, 1, 0)), head_dim=64, head_dim_v=64),
-    ],
-    ids=["more-queries", "more-keys", "packed"],
-)
-def test_hopper_kernel_with_three_consumers(case):
-    """With a band, calls so long that three take turns; without one also shorter calls have three."""
-    for arguments in ({"causal": True}, {"causal": True, "softcap": 5.0}):
-        check(Case(**{**vars(case), "arguments": arguments}), "hopper", "cuda", multiplies_8_bits=True)
 
 
 @pytest.fixture
@@ -262,45 +262,33 @@ def long_from_the_first_query(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.usefixtures("long_from_the_first_query")
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        _LARGE,
-        {"seq_q": 1300, "seq_k": 2100, "sinks": True},
-        {"seq_q": 2500, "seq_k": 2200, "alibi_slopes": True},
-        {"lengths": ((129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800))},
-        {"lengths": ((1200, 0, 1, 200), (2300, 33, 1, 0)), "sinks": True, "alibi_slopes": True},
-    ],
-    ids=["few-keys", "more-keys", "more-queries", "packed", "packed-long"],
-)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(80, 48), (96, 96), (128, 128)], ids=str)
-def test_hopper_kernel_for_long_sequences(head_dim, head_dim_v, sizes, arguments):
-    case = Case(**sizes, head_dim=head_dim, head_dim_v=head_dim_v, arguments=arguments)
+@pytest.mark.parametrize("case", _LONG)
+def test_hopper_kernel_for_long_sequences(case):
     check(case, "hopper", "cuda", multiplies_8_bits=True)
+
+
+def _check_bits(seq: int, head_dim: int) -> None:
+    """With more tiles than multiprocessors."""
+    for arguments in _BANDS[:2]:
+        case = Case(seq, seq, head_dim, head_dim, heads=8, heads_kv=8, batch=6, arguments=arguments)
+        check(case, "hopper", "cuda", multiplies_8_bits=True)
+        problem = Problem(case, "cuda")
+        first = problem.run("hopper")[0]
+        assert all(torch.equal(problem.run("hopper")[0], first) for _ in range(5))
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.usefixtures("long_from_the_first_query")
 def test_long_sequences_give_the_same_bits():
-    case = Case(batch=6, heads=8, heads_kv=8, seq_q=2100, seq_k=2100, head_dim=128, head_dim_v=128)
-    for arguments in ({}, {"causal": True}):
-        problem = Problem(Case(**{**vars(case), "arguments": arguments}), "cuda")
-        first = problem.run("hopper")[0]
-        assert all(torch.equal(problem.run("hopper")[0], first) for _ in range(5))
+    _check_bits(2100, 128)
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits(head_dim):
-    case = Case(batch=6, heads=8, heads_kv=8, seq_q=1300, seq_k=1300, head_dim=head_dim, head_dim_v=head_dim)
-    for arguments in ({}, {"causal": True}):
-        problem = Problem(Case(**{**vars(case), "arguments": arguments}), "cuda")
-        check(problem.case, "hopper", "cuda", multiplies_8_bits=True)
-        first = problem.run("hopper")[0]
-        assert all(torch.equal(problem.run("hopper")[0], first) for _ in range(5))
+    _check_bits(1300, head_dim)
 
 
 @pytest.mark.gpu
