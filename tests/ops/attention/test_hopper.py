@@ -112,127 +112,82 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
     return select.BACKENDS.choose(call).backend
 
 
-@pytest.mark.parametrize(
-    "changes, backend",
-    [
-        ({}, "hopper"),
-        ({"dtype": torch.float16}, "hopper"),
-        ({"dtype": torch.float8_e4m3fn, "head_dim": 256}, "hopper"),
-        ({"dtype": torch.float8_e4m3fn, "head_dim_v": 136}, "hopper"),
-        ({"dtype": torch.float8_e4m3fn, "block_tile": (64, 128)}, "hopper"),
-        ({"head_dim": 1}, "hopper"),
-        ({"head_dim": 256, "head_dim_v": 8}, "hopper"),
-        ({"head_dim": 257}, "hopper"),
-        ({"head_dim_v": 512}, "hopper"),
-        ({"dtype": torch.float8_e4m3fn, "head_dim": 257}, "triton"),
-        ({"dtype": torch.float8_e4m3fn, "head_dim_v": 264}, "triton"),
-        ({"head_dim_v": 12}, "triton"),
-        ({"dtype": torch.float32, "rows": 1024}, "hopper"),
-        ({"dtype": torch.float32, "softcap": 5.0}, "triton"),
-        ({"dropout_p": 0.1}, "hopper"),
-        ({"key_lengths": True}, "hopper"),
-        ({"bias": _BIAS}, "hopper"),
-        ({"mask": True}, "hopper"),
-        ({"origin": Origin(0, 0, 0, 0, 1)}, "hopper"),
-        ({"origin": Origin(7, 0, 0, 0, 1)}, "hopper"),
-        ({"origin": Origin(32, 16, 0, 0, 1), "dropout_p": 0.1}, "hopper"),
-        ({"origin": Origin(7, 0, 0, 0, 1), "dropout_p": 0.1}, "triton"),
-        ({"dtype": torch.float8_e4m3fn, "dropout_p": 0.1}, "triton"),
-        ({"dtype": torch.float8_e4m3fn, "key_lengths": True}, "triton"),
-        ({"dtype": torch.float8_e4m3fn, "bias": _BIAS}, "triton"),
-        ({"dtype": torch.float8_e4m3fn, "mask": True}, "triton"),
-        ({"score_program": UNCHANGED}, "hopper"),
-        ({"score_program": UNCHANGED, "dtype": torch.float8_e4m3fn}, "triton"),
-        ({"score_program": UNCHANGED, "returns_max_scores": True}, "hopper"),
-        ({"block_tile": (64, 128)}, "hopper"),
-        ({"block_tile": (192, 64)}, "hopper"),
-        ({"aligned": False}, "triton"),
-        ({"arch": "sm_100"}, "triton"),
-        ({"arch": "sm_89"}, "triton"),
+_FP8, _FP32 = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}
+_FP32_FORWARD = {**_FP32, "head_dim": 256, "rows": 1024}
+#: What a backward of heads wider than 256 columns lacks.
+_NARROW_ONLY: list[dict[str, Any]] = [
+    {"bias": _BIAS}, {"mask": True}, {"alibi_slopes": True}, {"score_program": UNCHANGED}, {"dropout_p": 0.1},
+    {"block_tile": (128, 128)},
+]  # fmt: skip
+_LARGE_BLOCKS = [
+    {"block_tile": (128, 128)}, {"block_tile": (256, 384)}, {"block_tile": (128, 128), "head_dim": 192},
+    {"head_dim_v": 256, "block_tile": (128, 64)},
+]  # fmt: skip
+#: Changes of a call, by phase and by the backend that serves it unless another one is asked for.
+_SERVED: dict[tuple[Phase, str], list[dict[str, Any]]] = {
+    ("forward", "hopper"): [
+        {}, {"dtype": torch.float16}, {**_FP8, "head_dim": 256}, {**_FP8, "head_dim_v": 136},
+        {**_FP8, "block_tile": (64, 128)}, {"head_dim": 1}, {"head_dim": 256, "head_dim_v": 8}, {"head_dim": 257},
+        {"head_dim_v": 512}, {**_FP32, "rows": 1024}, {"dropout_p": 0.1}, {"key_lengths": True}, {"bias": _BIAS},
+        {"mask": True}, {"origin": Origin(0, 0, 0, 0, 1)}, {"origin": Origin(7, 0, 0, 0, 1)},
+        {"origin": Origin(32, 16, 0, 0, 1), "dropout_p": 0.1}, {"score_program": UNCHANGED},
+        {"score_program": UNCHANGED, "returns_max_scores": True}, {"block_tile": (64, 128)}, {"block_tile": (192, 64)},
+        {"wanted": Wanted(alibi_slopes=True)}, *_LARGE_BLOCKS, _FP32_FORWARD, {**_FP32_FORWARD, "head_dim": 72},
+        {**_FP32_FORWARD, "head_dim": 64, "head_dim_v": 512}, {**_FP32, "rows": 512, "head_dim": 72},
     ],
-    ids=str,
-)
-def test_who_serves_a_forward(changes, backend):
-    assert _chosen("forward", **changes) == backend
-    assert _chosen("forward", "hopper", **changes) == ("hopper" if backend == "hopper" else None)
-    assert _chosen("forward", "triton", **changes) == "triton"
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"block_tile": (256, 384)}, {"head_dim": 192}, {"head_dim_v": 256, "block_tile": (128, 64)}],
-    ids=str,
-)
-def test_block_masks_of_large_tiles_are_served(phase, changes):
-    assert _chosen(phase, **{"block_tile": (128, 128), **changes}) == "hopper"
-
-
-def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one():
-    """Also where the forward was asked for by name: its out and lse are those of any backend."""
-    assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
-    assert _chosen("forward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
-    assert _chosen("backward", "hopper", score_program=UNCHANGED) == "hopper"
-    assert _chosen("backward", "hopper", score_program=UNCHANGED, wanted=Wanted(captured=(True,))) == "triton"
-    assert _chosen("backward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
-    for backend in ("auto", "hopper"):
-        assert _chosen("backward", backend, head_dim=36) == "hopper"
-        assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "hopper"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"bias": _BIAS}, {"mask": True}, {"alibi_slopes": True}, {"score_program": UNCHANGED}, {"dropout_p": 0.1},
-        {"block_tile": (128, 128)},
+    ("forward", "triton"): [
+        {**_FP8, "head_dim": 257}, {**_FP8, "head_dim_v": 264}, {"head_dim_v": 12}, {**_FP32, "softcap": 5.0},
+        {"origin": Origin(7, 0, 0, 0, 1), "dropout_p": 0.1}, {**_FP8, "dropout_p": 0.1}, {**_FP8, "key_lengths": True},
+        {**_FP8, "bias": _BIAS}, {**_FP8, "mask": True}, {**_FP8, "score_program": UNCHANGED}, {"aligned": False},
+        {"arch": "sm_100"}, {"arch": "sm_89"}, {**_FP32_FORWARD, "head_dim": 64, "head_dim_v": 64},
+        {**_FP32_FORWARD, "head_dim": 520}, {**_FP32_FORWARD, "tf32": True}, {**_FP32_FORWARD, "softcap": 5.0},
+        {**_FP32_FORWARD, "cu_seqlens_q": True}, {**_FP32_FORWARD, "dropout_p": 0.1},
     ],
-    ids=str,
-)  # fmt: skip
-def test_what_a_backward_of_wide_heads_lacks_is_portable(changes):
-    """`explain` says what is missing."""
-    for backend in ("auto", "hopper"):
-        assert _chosen("backward", backend, head_dim=256, **changes) == "hopper"
-        assert _chosen("backward", backend, head_dim=320, **changes) == "triton"
-    refused = with_changes(_call("backward"), head_dim=320, **changes)
-    assert "wider than 256 columns has no" in (unsupported_reason(refused) or "")
+    ("backward", "hopper"): [
+        {}, {"score_program": UNCHANGED}, {"wanted": Wanted(alibi_slopes=True)}, {"head_dim": 36}, {"head_dim": 257},
+        {"head_dim_v": 264}, *_LARGE_BLOCKS, *({"head_dim": 256, **change} for change in _NARROW_ONLY),
+        {"head_dim": 320, "cu_seqlens_q": True}, {"head_dim": 320, "key_lengths": True},
+        {"head_dim": 320, "softcap": 5.0}, _FP32, {**_FP32, "head_dim": 72},
+        {**_FP32, "head_dim": 72, "head_dim_v": 8}, {**_FP32, "head_dim": 512},
+        {**_FP32, "head_dim": 136, "head_dim_v": 8}, {**_FP32, "head_dim_v": 512},
+    ],
+    ("backward", "triton"): [
+        {"score_program": UNCHANGED, "wanted": Wanted(captured=(True,))},
+        *({"head_dim": 320, **change} for change in _NARROW_ONLY), {**_FP32, "head_dim": 64},
+        {**_FP32, "head_dim_v": 520}, {**_FP32, "tf32": True}, {**_FP32, "softcap": 5.0},
+        {**_FP32, "cu_seqlens_q": True}, {**_FP32, "dropout_p": 0.1},
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{"cu_seqlens_q": True}, {"key_lengths": True}, {"softcap": 5.0}], ids=str)
-def test_a_backward_of_wide_heads_has_lengths_and_soft_caps(changes):
-    for backend in ("auto", "hopper"):
-        assert _chosen("backward", backend, head_dim=320, **changes) == "hopper"
+@each_case("phase, backend, changes", [(*key, change) for key, changes in _SERVED.items() for change in changes])
+def test_who_serves_a_call(phase, backend, changes):
+    """A backward that the Hopper kernels lack is the portable one, also where the forward was asked for by name: its
+    out and lse are those of any backend. In float32 the forward lacks more."""
+    assert _chosen(phase, **changes) == backend
+    assert _chosen(phase, "triton", **changes) == "triton"
+    if backend == "hopper":
+        assert _chosen(phase, "hopper", **changes) == "hopper"
+    elif phase == "forward" or changes.get("dtype") is not torch.float32:
+        assert _chosen(phase, "hopper", **changes) == (None if phase == "forward" else "triton")
 
 
-def test_only_a_plain_backward_of_float32_has_hopper_kernels():
-    def chosen(backend: str = "auto", phase: Phase = "backward", head_dim: int = 128, **changes: Any) -> str | None:
-        return _chosen(phase, backend, dtype=torch.float32, head_dim=head_dim, **changes)
-
-    assert chosen() == chosen(head_dim=72) == chosen(head_dim=72, head_dim_v=8) == "hopper"
-    assert chosen(head_dim=512) == chosen(head_dim=136, head_dim_v=8) == chosen(head_dim_v=512) == "hopper"
-    assert chosen("hopper") == "hopper"
-    assert chosen("triton") == chosen(head_dim=64) == chosen(head_dim_v=520) == chosen(tf32=True) == "triton"
-    assert chosen(softcap=5.0) == chosen(cu_seqlens_q=True) == chosen(dropout_p=0.1) == "triton"
-    refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
-    assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
+def test_many_short_rows_of_float32_have_hopper_kernels_only_if_asked_for():
+    many = {**_FP32, "rows": 512, "head_dim": 72, "q_shape": (16, 512, 8)}
+    assert (_chosen("forward", **many), _chosen("forward", "hopper", **many)) == ("triton", "hopper")
 
 
-def test_only_a_plain_forward_of_float32_has_hopper_kernels():
-    def chosen(backend: str = "auto", head_dim: int = 256, **changes: Any) -> str | None:
-        return _chosen("forward", backend, dtype=torch.float32, **{"head_dim": head_dim, "rows": 1024, **changes})
-
-    assert chosen() == chosen("hopper") == chosen(head_dim=72) == chosen(head_dim=64, head_dim_v=512) == "hopper"
-    assert chosen(head_dim=64, head_dim_v=64) == "triton"
-    assert chosen(head_dim=520) == chosen(tf32=True) == chosen("triton") == "triton"
-    many = {"rows": 512, "head_dim": 72, "q_shape": (16, 512, 8)}
-    assert chosen("hopper", **many) == chosen(rows=512, head_dim=72) == "hopper"
-    assert chosen(**many) == "triton"
-    assert chosen(softcap=5.0) == chosen(cu_seqlens_q=True) == chosen(dropout_p=0.1) == "triton"
-    for changes, feature in (
-        ({"cu_seqlens_q": True}, "packed sequences"),
-        ({"returns_max_scores": True}, "max_scores"),
-    ):
-        refused = with_changes(_call("forward"), dtype=torch.float32, head_dim=256, **changes)
-        assert f"forward of float32 has no {feature}" in (unsupported_reason(refused) or "")
+@each_case(
+    "phase, changes, message",
+    [
+        *(("backward", {"head_dim": 320, **change}, "wider than 256 columns has no") for change in _NARROW_ONLY),
+        ("backward", {**_FP32, "softcap": 5.0}, "backward of float32 has no softcap"),
+        ("forward", {**_FP32_FORWARD, "cu_seqlens_q": True}, "forward of float32 has no packed sequences"),
+        ("forward", {**_FP32_FORWARD, "returns_max_scores": True}, "forward of float32 has no max_scores"),
+    ],
+)
+def test_why_a_call_is_not_served(phase, changes, message):
+    assert message in (unsupported_reason(with_changes(_call(phase), **changes)) or "")
 
 
 @pytest.mark.parametrize(
