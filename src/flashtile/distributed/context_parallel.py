@@ -23,6 +23,7 @@ from flashtile.distributed.engine import Call, ContextAttention
 from flashtile.distributed.exchange import Alone, Exchange
 from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, local_head_runs, shared_out
 from flashtile.distributed.layout import Layout, LayoutKind
+from flashtile.distributed.merge import wide_dtype
 from flashtile.distributed.places import STRATEGIES, Places, agree, mesh_places, replicated
 from flashtile.distributed.schedule import Problem, Schedule, gathered_schedule, ring_schedule
 
@@ -212,7 +213,7 @@ def context_parallel_attention(
     positional = bool(dropout_p) or any(each is not None for each in located)
     ring = places.groups[0].size if strategy != "all_to_all" else 1
     problem = make_problem((length_q, length_k), ring, layout, band, documents, positional)
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     exchange: Exchange = places.groups[0] if strategy != "all_to_all" else Alone()
     heads = q.shape[-2]
     call = Call(
@@ -276,7 +277,7 @@ def traced(score_mod: ScoreMod | None, q: Tensor) -> flashtile.ScoreFunction | N
     """The score function of a call, traced once for all of its parts."""
     if score_mod is None or isinstance(score_mod, flashtile.ScoreFunction):
         return score_mod
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(q.dtype)
     return flashtile.trace_score_mod(score_mod, device=q.device, dtype=wide)
 
 

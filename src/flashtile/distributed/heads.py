@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from flashtile.distributed.engine import Call, Given, forward, gradients
 from flashtile.distributed.exchange import GroupExchange, Message, Pending, arriving
 from flashtile.distributed.layout import Layout
+from flashtile.distributed.merge import wide_dtype
 from flashtile.distributed.schedule import HeadRun, Schedule, head_runs
 
 #: Bytes that a thread of PyTorch's copies moves at most.
@@ -209,7 +210,7 @@ class AttentionByHeads(torch.autograd.Function):
         *captured,
     ):  # fmt: skip
         first = exchange.group.rank * q.shape[2] // exchange.group.size
-        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        wide = wide_dtype(q.dtype)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse, max_scores = (
             q.new_empty(*q.shape[:3], 1, dtype=wide) if wanted else None for wanted in (wants_lse, call.max_scores)
@@ -306,7 +307,7 @@ class _Table:
         if grad is None or self._whole is None:
             return
         if self._sum is None:
-            wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+            wide = wide_dtype(grad.dtype)
             self._sum = torch.zeros_like(self._whole, dtype=wide)
         target = _head_range(self._sum, self._dim, heads)
         assert target is not None

@@ -8,6 +8,11 @@ from torch import Tensor
 import flashtile
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which results and gradients are summed, and lse comes."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 class RunningMerge:
     """Attention over the keys so far, for the queries of a shard.
 
@@ -27,7 +32,7 @@ class RunningMerge:
 
     def __init__(self, queries: Tensor, head_dim_v: int, parts: int) -> None:
         self._dtype = queries.dtype
-        self._wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
+        self._wide = wide_dtype(queries.dtype)
         self._queries, self._head_dim_v, self._parts = queries, head_dim_v, parts
         self._only: tuple[Tensor, Tensor] | None = None
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # acc, max and sum
@@ -89,7 +94,7 @@ class Sum:
         if all(end <= other_begin or other_end <= begin for other_begin, other_end, _ in self._parts):
             self._parts.append((begin, end, part))
             return
-        total = self._joined(torch.float64 if self._dtype is torch.float64 else torch.float32)
+        total = self._joined(wide_dtype(self._dtype))
         total[:, begin:end].add_(part)
         self._parts = [(0, self._shape[1], total)]
 
@@ -113,7 +118,7 @@ class Largest:
 
     def __init__(self, queries: Tensor) -> None:
         batch, rows, heads, _ = queries.shape
-        wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
+        wide = wide_dtype(queries.dtype)
         self.scores = queries.new_full((batch, heads, rows), float("-inf"), dtype=wide)
 
     def add(self, rows: tuple[int, int], scores: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.distributed.exchange import GroupExchange
 from flashtile.distributed.layout import Layout, LayoutKind
+from flashtile.distributed.merge import wide_dtype
 
 STRATEGIES = ("ring", "all_to_all", "all_gather", "ring_all_to_all")
 
@@ -87,7 +88,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, None, Tensor]:
-        wide = grad.to(torch.float64 if grad.dtype is torch.float64 else torch.float32, copy=True).contiguous()
+        wide = grad.to(wide_dtype(grad.dtype), copy=True).contiguous()
         ctx.places.add_up(wide, f"backward, the sum of {ctx.name}'s gradient")
         return None, None, wide.to(grad.dtype)
 

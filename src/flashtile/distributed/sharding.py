@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.distributed.checks import check_documents
 from flashtile.distributed.layout import LayoutKind
+from flashtile.distributed.merge import wide_dtype
 from flashtile.distributed.places import Places, mesh_places
 
 
@@ -154,7 +155,7 @@ def mean_over_shards(total: Tensor, count: Tensor | int, mesh: DeviceMesh) -> Te
 class _MeanOverShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, places: Places, total: Tensor, count: Tensor | int) -> Tensor:
-        wide = torch.float64 if total.dtype is torch.float64 else torch.float32
+        wide = wide_dtype(total.dtype)
         count = torch.as_tensor(count, device=total.device)
         sums = torch.stack((total.to(wide), count.to(wide)))
         places.add_up(sums, "mean_over_shards")

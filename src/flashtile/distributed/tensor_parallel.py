@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
+from flashtile.distributed.merge import wide_dtype
 from flashtile.modules.layers import computes_only, is_hooked
 
 #: The dimension of activations `[..., tokens, features]` along which sequence parallelism cuts them.
@@ -47,7 +48,7 @@ def _scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = torch.stack(tensor.chunk(ranks, dim=_TOKENS)).contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
-    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    wide = wide_dtype(tensor.dtype)
     return received.sum(0, dtype=wide).to(tensor.dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtype
+from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, lse_dtype, out_dtype
 from flashtile.ops.common import checks, sizes
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
@@ -170,7 +170,7 @@ def resolve_descale(name: str, descale: Tensor, batch: int, heads_kv: int, q: Te
 def resolve_bias(bias: Tensor, sizes: tuple[int, int, int, int], q: Tensor) -> Tensor:
     """A bias as `[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`."""
     check_tensors(bias=bias)
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = lse_dtype(q.dtype)
     narrow = out_dtype(q.dtype)
     if bias.dtype not in (narrow, wide):
         of = "q" if narrow is q.dtype else "out"

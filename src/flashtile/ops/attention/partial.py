@@ -35,7 +35,16 @@ from flashtile.ops.attention.options import (
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
-from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted, lse_shape
+from flashtile.ops.attention.spec import (
+    AttentionSpec,
+    BackwardInputs,
+    Gradients,
+    Origin,
+    SideInputs,
+    Wanted,
+    lse_dtype,
+    lse_shape,
+)
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Tiles
 from flashtile.ops.common.checks import check_max_seqlen, check_tensors, raise_not_bool
 from flashtile.ops.common.sizes import differ, exceeds, known
@@ -369,7 +378,7 @@ def _shifted(spec: AttentionSpec, shift: int, rows: int, columns: int) -> Attent
 def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
     check_tensors(dout=dout, out=out, lse=lse)
     rows = (*q.shape[:-1], v.shape[-1])
-    statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
+    statistics = lse_dtype(q.dtype)
     given = [("dout", dout, rows, q.dtype), ("out", out, rows, q.dtype), ("lse", lse, lse_shape(q), statistics)]
     if dlse is not None:
         check_tensors(dlse=dlse)

@@ -24,6 +24,7 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
     dequantized,
+    lse_dtype,
     out_dtype,
 )
 from flashtile.ops.common.dispatch import autograd_in_operator
@@ -174,7 +175,7 @@ def _scores(
     """`[B, H, Sq, Sk]` in the dtype of lse: scaled, capped, changed by the score function, with bias and ALiBi; nothing
     masked yet. `visible`: which of them count, for the score function."""
     seq_q, seq_k = q.shape[-2], k.shape[-2]
-    scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
+    scores = (q @ k.transpose(-1, -2) * spec.scale).to(lse_dtype(q.dtype))
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.score_program is not None:
@@ -227,7 +228,3 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
     parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), nothing, 0))
     outs, *statistics = zip(*parts)
     return torch.cat(outs, dim=1)[0], *(torch.cat(rows, dim=2)[0] for rows in statistics)
-
-
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -32,11 +32,12 @@ from flashtile.ops.attention.score_program import (
 from flashtile.ops.attention.score_symbols import Capturing, Recorder, RefusedError, Symbol
 from flashtile.ops.common.checks import check_function
 from flashtile.ops.common.dispatch import autograd_in_operator
+from flashtile.ops.common.rows import compute_dtype
 
 
 def score_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which a function gets them."""
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
+    return compute_dtype(q.dtype)
 
 
 def resolve_score_mod(score_mod: Callable[..., Any] | ScoreFunction, q: Tensor) -> ScoreFunction:

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from typing_extensions import NamedTuple  # PyTorch needs it too; from Python 3.11 on typing's
 
+from flashtile.ops.common.rows import compute_dtype
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -300,8 +302,8 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+#: The dtype of lse, from that of q.
+lse_dtype = compute_dtype
 
 
 def dequantized(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ, known
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -418,7 +419,7 @@ def resolve_sinks(sinks: Tensor, heads: int, q: Tensor) -> Tensor:
 def _as_statistics(name: str, tensor: Tensor, q: Tensor) -> Tensor:
     """A small tensor in float32, or float64 beside float64 q."""
     check_device(name, tensor, q.device)
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    wide = compute_dtype(q.dtype)
     narrow = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16  # beside 8 bits that of out
     if tensor.dtype not in (narrow, wide):
         raise TypeError(f"{name}: expected dtype {wide}, or that of out, {narrow}, got {tensor.dtype}; cast it")
