@@ -86,7 +86,7 @@ class _Step(NamedTuple):
 
 
 #: A tensor as launches take it: its address, or itself for the interpreter.
-_POINTER: Callable[[Tensor], Any] = pointer if interpreting() else Tensor.data_ptr
+ADDRESS: Callable[[Tensor], Any] = pointer if interpreting() else Tensor.data_ptr
 
 
 class Pipeline:
@@ -169,7 +169,7 @@ def _runner(
         made = allocate()
         for place in zeroed:
             made[place].zero_()
-        addresses = (*given, *map(_POINTER, made))
+        addresses = (*given, *map(ADDRESS, made))
         if scratch is not None:
             addresses += scratch.addresses(addresses[-1])
         for plan, make, of_moved, of_pointers, repeated in steps:
@@ -191,14 +191,14 @@ def _single_runner(allocate: Callable[[], list[Tensor]], step: _Step) -> Callabl
 
         def run_pointers(*given: Any) -> list[Tensor]:
             made = allocate()
-            plan.launch(*of_pointers((*given, *map(_POINTER, made))))
+            plan.launch(*of_pointers((*given, *map(ADDRESS, made))))
             return made
 
         return run_pointers
 
     def run_moved(*given: Any) -> list[Tensor]:
         made = allocate()
-        addresses = (*given, *map(_POINTER, made))
+        addresses = (*given, *map(ADDRESS, made))
         plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
         return made
 

@@ -22,6 +22,7 @@ from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.call import Phase, TensorFacts
+from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.gpu.parameters import BlockNumbers, SidePointers, Window
 from flashtile.ops.attention.hopper import (
     backward_configs,
@@ -769,7 +770,7 @@ def _main_constants(
 def _main_plan(
     rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
     monkeypatch: pytest.MonkeyPatch, batch: int = 512, **changes: int,
-) -> launch.BackwardPlan:  # fmt: skip
+) -> reductions.BackwardPlan:  # fmt: skip
     """On 132 multiprocessors; by default so many walks that none is divided."""
     shapes = {"q": (batch, rows, heads, head_dim), "k": (batch, keys, heads_kv, head_dim)}
     q, k = (TensorFacts(torch.bfloat16, shape, contiguous_strides(shape)) for shape in shapes.values())
@@ -779,7 +780,7 @@ def _main_plan(
     return launch.plan_backward.__wrapped__(call)
 
 
-def gradients_of(plan: launch.BackwardPlan) -> list[Layout]:
+def gradients_of(plan: reductions.BackwardPlan) -> list[Layout]:
     """Layouts of dq, dk and dv as the main kernel stores them."""
     outputs = plan.pipeline.outputs
     return [outputs.get(f"{name}_shares") or outputs[name] for name in ("dq", "dk", "dv")]

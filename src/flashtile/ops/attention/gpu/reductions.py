@@ -6,6 +6,7 @@ Both GPU backends store partial gradients and add them up in a fixed order.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import int32, int64, pointer_to
-from flashtile._backends.pipeline import Kernel
+from flashtile._backends.pipeline import ADDRESS, Kernel, Pipeline
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.spec import SideInputs, Wanted
+from flashtile.ops.attention.gpu.scores import wave_starts
+from flashtile.ops.attention.spec import AuxForm, Gradients, RunBackward, SideInputs, Wanted
 from flashtile.ops.common.checks import check_programs
 
 
@@ -229,6 +231,51 @@ def learned_gradients(
     elif wanted.sinks and side.sinks is not None and "statistics" in found:
         gradients["sinks"] = _sink_gradient(found["statistics"], side.sinks, own_delta)
     return gradients
+
+
+class BackwardPlan(NamedTuple):
+    """The launches of a backward.
+
+    Attributes:
+        pipeline: is given q, k, v, out, lse, the tensors beside them, dout and dlse. Its first outputs are dq, dk and
+            dv.
+        by_key: "slope_sums" has a number for each key, else for each row.
+        own_delta: as in `learned_gradients`.
+        waves: launches of the dq kernel, as (thread blocks of each, of all); None if there is one launch.
+    """
+
+    pipeline: Pipeline
+    by_key: bool = False
+    own_delta: bool = False
+    waves: tuple[int, int] | None = None
+
+    def runner(self, form: AuxForm, wanted: Wanted) -> RunBackward:
+        """The function that enqueues the kernels. Gradients that are not wanted are None."""
+        run_kernels, waves, learns = self.pipeline.run, self.waves, any(wanted.flags)
+        unlearned = None, None, None, (None,) * len(wanted.captured)
+
+        def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
+            starts = () if waves is None else ([*map(ADDRESS, wave_starts(*waves, dout.device))],)
+            made = run_kernels(*map(ADDRESS, saved), ADDRESS(dout), None if dlse is None else ADDRESS(dlse), *starts)
+            if not learns:
+                return Gradients._make((made[0], made[1], made[2], *unlearned))
+            return self._with_learned(made, form.side(saved[5:]), wanted)
+
+        return run
+
+    def _with_learned(self, made: list[Tensor], side: SideInputs, wanted: Wanted) -> Gradients:
+        """With the gradients of side inputs. `made`: as of `Pipeline.run`."""
+        found = dict(zip(self.pipeline.outputs, made))
+        offsets = side.cu_seqlens_k if self.by_key else side.cu_seqlens_q
+        learned = learned_gradients(found, side, wanted, offsets, self.own_delta)
+        captured = tuple(self._captured_gradient(found, number, of) for number, of in enumerate(side.captured))
+        return Gradients(made[0], made[1], made[2], **learned, captured=captured)
+
+    def _captured_gradient(self, found: dict[str, Tensor], number: int, of: Tensor) -> Tensor | None:
+        total = found.get(f"sum{number}")
+        if total is None:
+            return None
+        return (total if self.waves is None else total.sum(0)).to(of.dtype)
 
 
 def gradients_without_keys(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,14 +16,14 @@ from torch import Tensor
 from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, plan_cache
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import ADDRESS, Kernel, Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, contiguous_on_16_bytes, positive_scale
 from flashtile.ops.attention.gpu.plan import plan_bias_gradient
 from flashtile.ops.attention.gpu.reductions import (
+    BackwardPlan,
     bias_sum_kernel,
     gradients_without_keys,
-    learned_gradients,
     lse_without_keys,
 )
 from flashtile.ops.attention.hopper.backward import main_kernel
@@ -60,9 +60,6 @@ _LONG_KEYS = 4096
 #: step, and load at the same time. Then memory waits while they compute, and a line of 128 bytes that two heads have in
 #: common is read twice. `_keep_keys_near` has the exception.
 _SHORT_ROWS = 511
-
-
-_ADDRESS = Tensor.data_ptr
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -204,8 +201,8 @@ class ForwardPlan(NamedTuple):
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
             counter = tile_counter(device) if dynamic else None  # held while results are allocated: not their memory
-            of_counter = 0 if counter is None else counter.data_ptr()
-            made = run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), of_counter, *map(_ADDRESS, aux))
+            of_counter = 0 if counter is None else ADDRESS(counter)
+            made = run_kernels(ADDRESS(q), ADDRESS(k), ADDRESS(v), of_counter, *map(ADDRESS, aux))
             return (*made[:results],)
 
         return run
@@ -249,42 +246,13 @@ def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
     return config.resident > 1 and rows_q <= SHORT and rows_q % config.block_m == 0
 
 
-#: The outputs of a backward from which gradients of side inputs follow.
-_LEARNED = ("dbias", "slope_sums", "logit_sums")
-
-
-class BackwardPlan(NamedTuple):
-    """The launches of a backward.
-
-    Attributes:
-        pipeline: its first outputs are dq, dk and dv.
-    """
-
-    pipeline: Pipeline
-
-    def runner(self, form: AuxForm, wanted: Wanted) -> RunBackward:
-        """The function that enqueues the kernels. Gradients that are not wanted are None."""
-        run_kernels, captured_gradients = self.pipeline.run, (None,) * len(wanted.captured)
-        learns = any(name in self.pipeline.outputs for name in _LEARNED)
-
-        def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
-            made = run_kernels(*map(_ADDRESS, saved), dout.data_ptr(), 0 if dlse is None else dlse.data_ptr())
-            if not learns:
-                return Gradients._make((made[0], made[1], made[2], None, None, None, captured_gradients))
-            found, side = dict(zip(self.pipeline.outputs, made)), form.side(saved[5:])
-            learned = learned_gradients(found, side, wanted, side.cu_seqlens_k)
-            return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
-
-        return run
-
-
 @plan_cache
 def plan_backward(call: Call) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known. Wide heads, and float32, have a kernel for
     each gradient."""
     call.check_sizes()
     if call.dtype is torch.float32 or is_wide(*call.head_dims):
-        return BackwardPlan(separate_pipeline(call))
+        return BackwardPlan(separate_pipeline(call), by_key=True)
     schedule = BackwardSchedule.from_call(call)
     config, by = schedule.config, bias_gradient_by(schedule.config, call)
     tile, query_tiles = config.block_m, schedule.query_tiles
@@ -305,7 +273,8 @@ def plan_backward(call: Call) -> BackwardPlan:
     }
     zeroed = ("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias")
     gradients, kernels = gradient_layouts(call, schedule.shares), {**kernels, **of_bias}
-    return BackwardPlan(backward_pipeline(call, kernels, gradients, schedule.shares, sizes, stored, zeroed))
+    pipeline = backward_pipeline(call, kernels, gradients, schedule.shares, sizes, stored, zeroed)
+    return BackwardPlan(pipeline, by_key=True)
 
 
 def _bias_gradient(call: Call, schedule: BackwardSchedule) -> tuple[dict[str, Kernel], dict[str, Layout]]:

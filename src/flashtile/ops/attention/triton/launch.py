@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import Plan, plan_cache, pointer, pointers
-from flashtile._backends.pipeline import Pipeline
+from flashtile._backends.launch import Plan, plan_cache
+from flashtile._backends.pipeline import ADDRESS, Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.gpu.parameters import (
@@ -21,8 +21,7 @@ from flashtile.ops.attention.gpu.parameters import (
     positive_scale,
 )
 from flashtile.ops.attention.gpu.plan import PortableKernel, plan_kernel
-from flashtile.ops.attention.gpu.reductions import learned_gradients, sum_layouts
-from flashtile.ops.attention.gpu.scores import wave_starts
+from flashtile.ops.attention.gpu.reductions import BackwardPlan, sum_layouts
 from flashtile.ops.attention.gpu.tile_configs import KernelName, phase_kernels
 from flashtile.ops.attention.spec import (
     FP8,
@@ -59,7 +58,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     pipeline = _plan_forward(describe_call("forward", (q, k, v), side, spec))
-    return _run_forward(pipeline, q, k, v, aux_tensors(side))
+    if q.dtype is FP8:
+        q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
+    return _forward_runner(pipeline)(q, k, v, aux_tensors(side))
 
 
 def prepare_forward(
@@ -71,20 +72,17 @@ def prepare_forward(
     pipeline = _plan_forward(describe_call("forward", (q, k, v), side, spec))
     if not pipeline.launches:
         return None
+    return _forward_runner(pipeline)
+
+
+def _forward_runner(pipeline: Pipeline) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]]:
+    """The function that enqueues the kernel."""
     run_kernels = pipeline.run
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
-        addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
-        return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), *addresses),)
+        return (*run_kernels(ADDRESS(q), ADDRESS(k), ADDRESS(v), *map(ADDRESS, aux)),)
 
     return run
-
-
-def _run_forward(pipeline: Pipeline, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
-    """Enqueues the kernel."""
-    if q.dtype is FP8:
-        q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
-    return (*pipeline.run(*pointers((q, k, v, *aux))),)
 
 
 def _planned(call: Call) -> dict[KernelName, PortableKernel]:
@@ -136,49 +134,6 @@ def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
     return q.dtype.itemsize == 2 and spec.scale > 0 and not interpreting()
 
 
-class BackwardPlan(NamedTuple):
-    """The launches of a backward.
-
-    Attributes:
-        pipeline: its first outputs are dq, dk and dv.
-        own_delta: as in `learned_gradients`.
-        waves: launches of the dq kernel, as (thread blocks of each, of all); None if there is one launch.
-    """
-
-    pipeline: Pipeline
-    own_delta: bool
-    waves: tuple[int, int] | None
-
-    def runner(self, form: AuxForm, wanted: Wanted) -> RunBackward:
-        """The function that enqueues the kernels. Gradients that are not wanted are None."""
-        run_kernels, waves = self.pipeline.run, self.waves
-
-        def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
-            given = *pointers(saved), pointer(dout), pointer(dlse)
-            if waves is not None:
-                given = *given, [pointer(start) for start in wave_starts(*waves, dout.device)]
-            made = run_kernels(*given)
-            if len(saved) > 5:
-                return self._with_sides(made, form.side(saved[5:]), wanted)
-            return Gradients(made[0], made[1], made[2])
-
-        return run
-
-    def _with_sides(self, made: list[Tensor], side: SideInputs, wanted: Wanted) -> Gradients:
-        """With the gradients of side inputs. `made`: as of `Pipeline.run`."""
-        found = dict(zip(self.pipeline.outputs, made))
-        learned = learned_gradients(found, side, wanted, side.cu_seqlens_q, self.own_delta)
-        captured = tuple(self._captured_gradient(found, number, of) for number, of in enumerate(side.captured))
-        dq, dk, dv, *_ = made
-        return Gradients(dq, dk, dv, **learned, captured=captured)
-
-    def _captured_gradient(self, found: dict[str, Tensor], number: int, of: Tensor) -> Tensor | None:
-        total = found.get(f"sum{number}")
-        if total is None:
-            return None
-        return (total if self.waves is None else total.sum(0)).to(of.dtype)
-
-
 @plan_cache
 def plan_backward(call: Call) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
@@ -197,7 +152,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     outputs = {name: written[name] for name in ("dq", "dk", "dv")} | written | outputs
     pipeline = Pipeline(call.device, kernels, (*given, *repeated.values()), outputs, zeroed=zeroed, repeated=repeated)
     waves = (queries.kernel.programs, queries.waves) if queries.waves else None
-    return BackwardPlan(pipeline, call.may_hide_rows and call.has_dlse, waves)
+    return BackwardPlan(pipeline, own_delta=call.may_hide_rows and call.has_dlse, waves=waves)
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
@@ -205,8 +160,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     pipeline = _plan_column_sums(describe_call("column_sums", (q, k, k), side, spec))
-    sums: Tensor = pipeline.run(*pointers((q, k, k, *aux_tensors(side), lse)))[0]
-    return sums
+    return pipeline.on((q, k, k, *aux_tensors(side), lse))[0]
 
 
 @plan_cache
