@@ -29,6 +29,7 @@ import triton.language as tl
 from flashtile._backends import launch, launcher
 from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, stride_parameters
 from flashtile._backends.launcher import Launcher
+from flashtile._backends.pipeline import Kernel
 from support.compilation.machine_code import compile_source
 from support.running.each_case import each_case
 
@@ -49,10 +50,11 @@ _PARAMETERS = {
     "shift": float32(None),
 }
 _CONSTANTS = {"BLOCK": 64, "WIDTH": 60, "OTHER": 1}
+_CPU = torch.device("cpu")
 
 
 def _plan(parameters: dict[str, Parameter], constants: dict[str, Any] = _CONSTANTS, programs: int = 5) -> launch.Plan:
-    return launch.make_plan(scale_kernel, parameters, constants, programs, torch.device("cpu"), num_warps=4)
+    return Kernel(scale_kernel, parameters, constants, programs).plan(_CPU)
 
 
 def test_a_description_becomes_types_multiples_constants_and_scalars():
@@ -247,7 +249,7 @@ _GROUPED = {
 
 
 def _grouped_plan() -> launch.Plan:
-    return launch.make_plan(grouped_kernel, _GROUPED, {"BLOCK": 64}, 5, torch.device("cpu"), num_warps=4)
+    return Kernel(grouped_kernel, _GROUPED, {"BLOCK": 64}, 5).plan(_CPU)
 
 
 def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch):
@@ -267,7 +269,7 @@ def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch):
 def test_a_named_tuple_compiles_to_the_same_code():
     """As plain parameters do, which the machine code takes in the same order."""
     parameters = {**_PARAMETERS, "bias_ptr": pointer_to(None)}
-    plain = launch.make_plan(plain_kernel, parameters, _CONSTANTS, 5, torch.device("cpu"), num_warps=4)
+    plain = Kernel(plain_kernel, parameters, _CONSTANTS, 5).plan(_CPU)
     hopper = devices.KNOWN_DEVICES["sm_90"]
     grouped, other = (compile_source(each.source, hopper).asm["ptx"] for each in (_grouped_plan(), plain))
     assert _code(grouped.replace("grouped_kernel", "plain_kernel")) == _code(other)
@@ -323,7 +325,7 @@ def nested_kernel(x_ptr, table, BLOCK: tl.constexpr):
 
 def _nested_plan() -> launch.Plan:
     described = {"x_ptr": pointer_to(torch.float32, 16), "table": Table(int32(4), Inner(float32(2.0), True), 60)}
-    return launch.make_plan(nested_kernel, described, {"BLOCK": 64}, 5, torch.device("cpu"), num_warps=4)
+    return Kernel(nested_kernel, described, {"BLOCK": 64}, 5).plan(_CPU)
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="compiles: needs TRITON_INTERPRET unset")

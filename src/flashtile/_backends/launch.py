@@ -2,8 +2,8 @@
 
 Triton's own launcher inspects every argument of every call to find the right specialisation (about 9 µs on the host).
 Here an operation describes a kernel's parameters once, by name: a `Parameter` has the type, what divides the value, and
-the value, unless that differs from call to call. `make_plan` makes a `Plan` of the description, and a launch of a plan
-is one C call. The same description serves ahead-of-time compilation for a GPU that is not present, and Triton's
+the value, unless that differs from call to call. `pipeline.Kernel` makes a `Plan` of the description, whose launch is
+one C call. The same description serves ahead-of-time compilation for a GPU that is not present, and Triton's
 interpreter.
 
 A kernel's parameter may be a NamedTuple; its description is then one too, of parameters, constants and NamedTuples. It
@@ -298,31 +298,6 @@ class Plan:
 
 def _launch_nothing(*given: Any) -> None:
     """Stands for a launch of no programs."""
-
-
-def make_plan(
-    function: Any,
-    parameters: Mapping[str, Parameter | Group],
-    constants: Mapping[str, Any],
-    programs: int,
-    device: torch.device,
-    num_warps: int,
-    num_stages: int = 1,
-    max_registers: int | None = None,
-    outputs: Sequence[Layout | None] = (),
-) -> Plan:
-    """The plan of a kernel. `specialise` and `Plan` explain the arguments. The run-time parameters whose values each
-    launch is given come first; those whose values the plan has follow.
-
-    Raises:
-        TypeError: a parameter is not described.
-    """
-    source, run_time = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    given = [name for name, each in run_time.items() if each.value is GIVEN]
-    scalars = (*[each.value for each in run_time.values()][len(given) :],)
-    assert GIVEN not in scalars, f"{function.__name__}: what a launch is given, {given}, comes before what the plan has"
-    present = [name for name in given if run_time[name].type != "constexpr"]
-    return Plan(source, programs, scalars, device, outputs, present)
 
 
 _Made = TypeVar("_Made")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, Scratch, allocator
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import KernelSource, Plan, make_plan, pointer, pointers, specialise
+from flashtile._backends.launch import GIVEN, KernelSource, Plan, Specialisation, pointer, pointers, specialise
 from flashtile._backends.tma import TmaTensor, joined
 
 
@@ -55,17 +55,29 @@ class Kernel(NamedTuple):
         return {name: of.parameter if isinstance(of, TmaTensor) else of for name, of in self.parameters.items()}
 
     @property
-    def source(self) -> KernelSource:
-        """Its specialisation."""
+    def specialised(self) -> Specialisation:
+        """Itself as it is compiled.
+
+        Raises:
+            TypeError: a parameter is not described.
+        """
         options = self.num_warps, self.num_stages, self.max_registers
-        return specialise(self.function, self.described, self.constants, *options).source
+        return specialise(self.function, self.described, self.constants, *options)
+
+    @property
+    def source(self) -> KernelSource:
+        return self.specialised.source
 
     def plan(self, device: torch.device, outputs: Sequence[Layout | None] = ()) -> Plan:
-        """Its launch. `outputs`: of a kernel that is launched by itself."""
-        return make_plan(
-            self.function, self.described, self.constants, self.programs, device,
-            num_warps=self.num_warps, num_stages=self.num_stages, max_registers=self.max_registers, outputs=outputs,
-        )  # fmt: skip
+        """Its launch. The run-time parameters whose values each launch is given come first; those whose values the plan
+        has follow. `outputs`: of a kernel that is launched by itself."""
+        source, run_time = self.specialised
+        given = [name for name, each in run_time.items() if each.value is GIVEN]
+        scalars = (*[each.value for each in run_time.values()][len(given) :],)
+        name = self.function.__name__
+        assert GIVEN not in scalars, f"{name}: what a launch is given, {given}, comes before what the plan has"
+        present = [name for name in given if run_time[name].type != "constexpr"]
+        return Plan(source, self.programs, scalars, device, outputs, present)
 
     def buffer(self, parameter: str) -> str:
         """The buffer whose address a parameter takes."""

@@ -22,13 +22,12 @@ from flashtile._backends.launch import (
     Plan,
     int32,
     int64,
-    make_plan,
     named_constants,
     plan_cache,
     pointer_to,
     pointers,
 )
-from flashtile._backends.pipeline import Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.attention.api import invariant_tiles
 from flashtile.ops.common import checks
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
@@ -421,9 +420,8 @@ def _append(facts: CacheFacts) -> Plan:
     }
     rotated = contiguous(facts.q.shape[packed:], dtype) if half else None
     programs = tokens if packed else batch * tokens
-    return make_plan(
-        append_kernel, parameters, constants, programs, facts.device, num_warps=cut.num_warps, outputs=(rotated,)
-    )
+    kernel = Kernel(append_kernel, parameters, constants, programs, num_warps=cut.num_warps)
+    return kernel.plan(facts.device, outputs=(rotated,))
 
 
 def _factor_strides(strides: _Shape | None) -> CacheStrides:
