@@ -23,6 +23,7 @@ from flashtile.ops.attention.call import (
     KernelChoice,
     Phase,
     TensorFacts,
+    describe_backward,
     describe_call,
     seen_call,
     unseen_gradients,
@@ -158,9 +159,13 @@ def backward_plans(
         module = implementation("backward", q, k, v, side, spec, backend, wanted=wanted)
     except ValueError:  # the backward will say so
         return ()
-    plans = prepared_function(module, "backward_plans")
+    plan = prepared_function(module, "plan_backward")
+    if plan is None or spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
+        return ()
     dout = torch.empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype(q.dtype), device="meta")
-    return () if plans is None else plans(dout, q, k, v, side, spec, wanted)
+    call = describe_backward(BackwardInputs(dout, None, q, k, v, dout, dout), side, spec, wanted)
+    launches: Sequence[Any] = plan(call).pipeline.launches
+    return launches
 
 
 def serve_backward(

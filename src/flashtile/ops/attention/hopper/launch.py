@@ -122,16 +122,6 @@ def prepare_backward(
     return plan_backward(describe_backward(inputs, side, spec, wanted)).runner(AuxForm.from_side(side), wanted)
 
 
-def backward_plans(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> tuple[Plan, ...]:
-    """The launches of `backward` without dlse; `dout` needs no memory."""
-    if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
-        return ()
-    inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
-    return plan_backward(describe_backward(inputs, side, spec, wanted)).pipeline.launches
-
-
 def _preparable(k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
     """Whether plans depend on no more than how tensors lie (those of float32 do on PyTorch's TF32 mode), and kernels
     read the tensors themselves."""

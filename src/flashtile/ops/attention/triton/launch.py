@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import Plan, plan_cache
+from flashtile._backends.launch import plan_cache
 from flashtile._backends.pipeline import ADDRESS, Pipeline
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.bias_gradient import attention_dbias_kernel
@@ -116,16 +116,6 @@ def prepare_backward(
     if not _preparable(inputs.q, spec):
         return None
     return plan_backward(describe_backward(inputs, side, spec, wanted)).runner(AuxForm.from_side(side), wanted)
-
-
-def backward_plans(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> tuple[Plan, ...]:
-    """The launches of `backward` without dlse; `dout` needs no memory."""
-    if spec.scale <= 0:
-        return ()
-    inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
-    return plan_backward(describe_backward(inputs, side, spec, wanted)).pipeline.launches
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
