@@ -726,18 +726,6 @@ def test_rows_past_the_last_sequence(batch):
         assert_close("out", out[: 7 * batch], oracle, eager)
 
 
-def test_strided_and_expanded_inputs():
-    storage = torch.randn(2, 3, 300, 3, 8, 96, device="cuda", dtype=_BF16)
-    q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide
-    k = k[..., 16:80].transpose(1, 2).contiguous().transpose(1, 2)
-    q, v = q[..., 8:72], v[:, :, :1].expand(-1, -1, 8, -1)
-    oracle = flashtile.attention(q.double(), k.double(), v.double(), causal=True, backend="reference")
-    eager = flashtile.attention(q, k, v, causal=True, backend="reference")
-    assert_close("out", flashtile.attention(q, k, v, causal=True, backend="hopper"), oracle, eager)
-    with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        flashtile.attention(storage[:, 1, :, 0, :, 3:67], k, v, backend="hopper")
-
-
 @pytest.mark.parametrize("backend", ["hopper", "triton", "split"])
 def test_a_batch_of_one_may_have_any_stride(backend):
     """Such tensors are contiguous, so that nobody can make them so."""
@@ -907,14 +895,6 @@ def test_automatic_choice_on_this_gpu():
     assert flashtile.explain(q, q, q, dropout_p=0.1).backend == "hopper"
     few, wide = q[:, :64], q.float()
     assert flashtile.explain(few, few, few).backend == flashtile.explain(wide, wide, wide).backend == "triton"
-
-
-@pytest.mark.multi_gpu
-def test_inputs_on_a_device_that_is_not_current():
-    case = _case(causal=True)
-    inputs = make_inputs(case, "cuda:1")
-    with torch.cuda.device(0):
-        check(case, "hopper", "cuda:1", inputs=inputs)
 
 
 def test_no_tile_is_left_out():
