@@ -145,6 +145,8 @@ _WIDE = [
     _two(264, 64, lengths_q=(80, 129, 0, 40), lengths_k=(190, 64, 9, 50), key_lengths=(150, 64, 9, 0), window=(30, 40)),
     _two(320, 512, seq_k=200, key_lengths=(70, 0), sinks=True, softcap=2.0),
     _two(64, 320, heads=4, dtype=_FP16, key_lengths=(129, 300), causal=True),
+    # Few keys with many queries: dk and dv are sums of parts.
+    _case(264, 64, heads=4, seq_q=1100, seq_k=70),
 ]
 _float32 = partial(changed, replace(_SMALL, dtype=_FP32))
 _FLOAT32 = [
@@ -158,10 +160,10 @@ _FLOAT32 = [
     _float32(72, 64, heads=4, seq_q=1100, seq_k=70),  # heads divided
 ]
 _FLOAT32_WIDE = [
+    _float32(160, seq_k=1, scale=-0.1),
     _float32(256, heads=4, causal=True),
     _float32(136, 200, seq_q=1, sinks=True),
     _float32(192, 128, seq_q=200, seq_k=100, sinks=True, causal=True),
-    _float32(160, seq_k=1, scale=-0.1),
     _float32(144, seq_k=200, window=(3, 0)),
     _float32(256, 8, **_LAST_KEYS),
     _float32(72, 256, seq_q=130, seq_k=140),
@@ -173,11 +175,11 @@ _FLOAT32_WIDE = [
 _MANY_KEPT = {"_MORE_ROUNDS": 10**9, "_KEPT_BYTES": 10**9}
 _lines = partial(changed, replace(_SMALL, batch=3))
 _WHOLE_LINES = [
+    _lines(32, window=(90, 20)),
     _lines(heads=4, heads_kv=4),
     _lines(128, causal=True),
     _lines(80, 96, **_IN_ORDER),
     _lines(96, 40, heads=6, heads_kv=2, seq_k=130),  # two key tiles
-    _lines(32, window=(90, 20)),
     _lines(heads=4, seq_k=200, window=(100, 140)),  # wider than keys
     _lines(seq_q=330, **_TOP_LEFT),
     _lines(seq_k=66, window=(70, None)),  # one key tile
@@ -276,8 +278,6 @@ _GROUPS: dict[str, _Calls] = {
     "wide": _Calls(
         _WIDE, same=(), orders=2, ends=("attention_wide_dv_kernel", *["attention_wide_dk_dq_kernel"] * 2)
     ),
-    # Few keys with many queries: dk and dv are sums of parts.
-    "wide, heads divided": _Calls([_case(264, 64, heads=4, seq_q=1100, seq_k=70)]),
     "float32": _Calls(_FLOAT32, same=(), orders=2, ends=_float32_ends("attention_float32")),
     "float32, wide": _Calls(_FLOAT32_WIDE, same=(), orders=2, ends=_float32_ends("attention_float32_wide")),
     "packed": _Calls([
@@ -334,11 +334,11 @@ _GROUPS: dict[str, _Calls] = {
         same=("dalibi_slopes",), orders=2,
     ),
     "all in order": _Calls(
-        [_case(heads=4, heads_kv=2, seq_q=260, seq_k=390, alibi_slopes="h", **_IN_ORDER)],
-        same=(), orders=2,
-    ),
-    "events in another order": _Calls(
-        [_case(128, heads=4, heads_kv=2, seq_q=260, seq_k=390, **_IN_ORDER)], same=(), orders=3
+        [
+            _case(heads=4, heads_kv=2, seq_q=260, seq_k=390, alibi_slopes="h", **_IN_ORDER),
+            _case(128, heads=4, heads_kv=2, seq_q=260, seq_k=390, **_IN_ORDER),
+        ],
+        same=(), orders=3,
     ),
     "scores that change": _Calls([
         _case(
