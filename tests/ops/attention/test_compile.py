@@ -385,104 +385,82 @@ def _check_fetched_ahead(binary: Binary, tensors: int, spilled: int) -> None:
     check_spills(binary, spilled)
 
 
-class _Feature(NamedTuple):
-    """A call, and what of the kernel's parameters shows that the feature is in it (`machine_code.described`)."""
-
-    call: Call
-    shows: dict[str, Any]
-
-
-_FEATURES = {
-    "all_visible": _Feature(Call(), {"WHOLE": True, "ALL_VISIBLE": True}),
-    "whole": _Feature(Call(window_right=0), {"WHOLE": True, "ALL_VISIBLE": False}),
-    "partial": _Feature(Call(seq_q=4001, seq_k=4001), {"WHOLE": False, "ALL_VISIBLE": False}),
-    "window": _Feature(Call(window_left=99, window_right=9), {"constants.HAS_LEFT": True, "constants.HAS_RIGHT": True}),
-    "left": _Feature(Call(window_left=99), {"constants.HAS_LEFT": True, "constants.HAS_RIGHT": False}),
-    "top_left": _Feature(Call(window_right=0, top_left=True), {"TOP_LEFT": True}),
-    "packed": _Feature(Call(sequences=3), {"PACKED": True, "side.cu_seqlens_q": "*i32", "side.cu_seqlens_k": "*i32"}),
-    "packed_int64": _Feature(
+#: A call, and what of the kernel's parameters shows that the feature is in it (`machine_code.described`).
+_FEATURES: dict[str, tuple[Call, dict[str, Any]]] = {
+    "all_visible": (Call(), {"WHOLE": True, "ALL_VISIBLE": True}),
+    "whole": (Call(window_right=0), {"WHOLE": True, "ALL_VISIBLE": False}),
+    "partial": (Call(seq_q=4001, seq_k=4001), {"WHOLE": False, "ALL_VISIBLE": False}),
+    "window": (Call(window_left=99, window_right=9), {"constants.HAS_LEFT": True, "constants.HAS_RIGHT": True}),
+    "left": (Call(window_left=99), {"constants.HAS_LEFT": True, "constants.HAS_RIGHT": False}),
+    "top_left": (Call(window_right=0, top_left=True), {"TOP_LEFT": True}),
+    "packed": (Call(sequences=3), {"PACKED": True, "side.cu_seqlens_q": "*i32", "side.cu_seqlens_k": "*i32"}),
+    "packed_int64": (
         Call(sequences=3, index_dtypes=(torch.int32, torch.int64)),
         {"side.cu_seqlens_q": "*i32", "side.cu_seqlens_k": "*i64"},
     ),
-    "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"side.key_lengths": "*i32"}),
-    "dropout": _Feature(Call(dropout_p=0.1), {"side.dropout_seed": "*i64"}),
-    "dlse": _Feature(Call(has_dlse=True), {"results.dlse": "*fp32"}),
-    "wide_rows": _Feature(Call(row_stride=2**23), {"q_strides.batch": "i64 % 16", "q_strides.ROW": 2**23}),
-    "misaligned": _Feature(Call(misalignment=2), {"q_ptr": "*bf16 % 2"}),
-    "tf32": _Feature(Call(dtype=_FP32, allow_tf32=True), {"PRECISION": "tf32"}),
-    "softcap": _Feature(Call(softcap=30.0), {"softcap": "fp32"}),
-    "bias": _Feature(Call(bias=_BIAS), _TABLE),
-    "bias_of_keys": _Feature(
+    "key_lengths": (Call(key_lengths_dtype=torch.int32), {"side.key_lengths": "*i32"}),
+    "dropout": (Call(dropout_p=0.1), {"side.dropout_seed": "*i64"}),
+    "dlse": (Call(has_dlse=True), {"results.dlse": "*fp32"}),
+    "wide_rows": (Call(row_stride=2**23), {"q_strides.batch": "i64 % 16", "q_strides.ROW": 2**23}),
+    "misaligned": (Call(misalignment=2), {"q_ptr": "*bf16 % 2"}),
+    "tf32": (Call(dtype=_FP32, allow_tf32=True), {"PRECISION": "tf32"}),
+    "softcap": (Call(softcap=30.0), {"softcap": "fp32"}),
+    "bias": (Call(bias=_BIAS), _TABLE),
+    "bias_of_keys": (
         Call(bias=TensorFacts(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
         _TABLE
         | {"side.bias": "*fp32 % 4", "numbers.bias.stride_row": "i64 % 4", "BATCH_FIRST": False, "SHARED_ROWS": True},
     ),
-    "bias_of_queries": _Feature(
+    "bias_of_queries": (
         Call(bias=TensorFacts(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
         _TABLE | {"numbers.bias.stride_row": "i64", "constants.BIAS_COLUMN": 0, "SHARED_COLUMNS": True},
     ),
-    "mask": _Feature(
+    "mask": (
         Call(mask=_BIAS._replace(dtype=torch.bool)),
-        {
-            "side.mask": "*u8 % 16",
-            "numbers.mask.stride_row": "i64 % 16",
-            "constants.MASK_COLUMN": 1,
-            "numbers.mask.columns": None,
-        },
+        {"side.mask": "*u8 % 16", "numbers.mask.stride_row": "i64 % 16", "constants.MASK_COLUMN": 1,
+         "numbers.mask.columns": None},
     ),
-    "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"side.alibi_slopes": "*fp32", "slope_sums_ptr": "*fp32"}),
-    "bias_past_its_end": _Feature(
-        Call(bias=_BIAS, seq_q=4001), _TABLE | {"numbers.bias.rows": "i32", "numbers.bias.columns": "i32 % 16"}
+    "alibi": (Call(alibi=2, sums_slopes=True), {"side.alibi_slopes": "*fp32", "slope_sums_ptr": "*fp32"}),
+    "bias_past_its_end": (
+        Call(bias=_BIAS, seq_q=4001),
+        _TABLE | {"numbers.bias.rows": "i32", "numbers.bias.columns": "i32 % 16"},
     ),
-    "sinks": _Feature(Call(sinks=True), {}),
-    "hidden_rows": _Feature(Call(window_right=0, sequences=3, sinks=True, hides_rows=True), {}),
-    "block_mask": _Feature(
+    "sinks": (Call(sinks=True), {}),
+    "hidden_rows": (Call(window_right=0, sequences=3, sinks=True, hides_rows=True), {}),
+    "block_mask": (
         Call(block_tile=(128, 128)),
         {"constants.TILE_Q": 128, "constants.TILE_K": 128, "side.block_patterns": "*u8 % 16", "WHOLE": True},
     ),
-    "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"side.block_patterns": None}),
-    "block_mask_odd_tiles": _Feature(
-        Call(block_tile=(192, 64), bias=_BIAS), {"constants.TILE_Q": 192, "constants.TILE_K": 64}
+    "block_mask_of_full_tiles": (Call(block_tile=(128, 64), patterns=False), {"side.block_patterns": None}),
+    "block_mask_odd_tiles": (Call(block_tile=(192, 64), bias=_BIAS), {"constants.TILE_Q": 192, "constants.TILE_K": 64}),
+    "packed_block_mask": (
+        Call(block_tile=(128, 128), sequences=3, bias=_BIAS),
+        {"constants.TILE_Q": 128, "PACKED": True, "WHOLE": False},
     ),
-    "packed_block_mask": _Feature(
-        Call(block_tile=(128, 128), sequences=3, bias=_BIAS), {"constants.TILE_Q": 128, "PACKED": True, "WHOLE": False}
-    ),
-    "max_scores": _Feature(Call(max_scores=True, sinks=True), {}),
-    "score_mod": _Feature(Call(score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
-    "score_mod_and_more": _Feature(
+    "max_scores": (Call(max_scores=True, sinks=True), {}),
+    "score_mod": (Call(score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
+    "score_mod_and_more": (
         Call(score_mod=_RELATIVE, sequences=3, softcap=9.0, dropout_p=0.1, bias=_BIAS, key_lengths_dtype=torch.int32),
         {"captured.tensor0": "*fp32"},
     ),
-    "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"constants.HAS_LEFT": True}),
-    "part": _Feature(
+    "ahead_of_the_diagonal": (Call(window_left=-99, window_right=900), {"constants.HAS_LEFT": True}),
+    "part": (
         Call(dropout_p=0.1, alibi=2, sums_slopes=True, bias=_BIAS, origin=Origin(64, 128, 9, 3, 8)),
         {"numbers.origin.row": "i32", "ALIGNED": True},
     ),
-    "odd_part": _Feature(
-        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)), {"numbers.origin.row": "i32", "ALIGNED": False}
+    "odd_part": (
+        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)),
+        {"numbers.origin.row": "i32", "ALIGNED": False},
     ),
-    "everything": _Feature(
+    "everything": (
         Call(
-            head_dim=40,
-            head_dim_v=56,
-            sequences=3,
-            window_left=99,
-            window_right=9,
-            dropout_p=0.1,
-            has_dlse=True,
-            key_lengths_dtype=torch.int64,
-            misalignment=2,
-            row_stride=2**23 + 1,
-            softcap=9.0,
-            bias=_BIAS,
-            mask=_BIAS._replace(dtype=torch.bool),
-            alibi=1,
-            sinks=True,
-            sums_slopes=True,
+            head_dim=40, head_dim_v=56, sequences=3, window_left=99, window_right=9, dropout_p=0.1, has_dlse=True,
+            key_lengths_dtype=torch.int64, misalignment=2, row_stride=2**23 + 1, softcap=9.0, bias=_BIAS,
+            mask=_BIAS._replace(dtype=torch.bool), alibi=1, sinks=True, sums_slopes=True,
         ),
         {"PACKED": True, "side.dropout_seed": "*i64", "q_ptr": "*bf16 % 2", "q_strides.ROW": 2**23 + 1, "WHOLE": False},
     ),
-}
+}  # fmt: skip
 
 
 #: Several features at once, and those of them that need the most registers and memory.
@@ -529,7 +507,7 @@ def _compiled_features() -> list[Any]:
 
 @pytest.mark.parametrize("feature, kernel, arch", _compiled_features())
 def test_feature_compiles(feature, kernel, arch):
-    source = call_source(kernel, arch, _FEATURES[feature].call)
+    source = call_source(kernel, arch, _FEATURES[feature][0])
     check_code(source, arch, _check_memory, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
