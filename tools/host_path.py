@@ -207,7 +207,8 @@ def main() -> None:
     runs: list[list[dict[str, float]]] = [[], []]
     for _ in range(options.turns):
         for tree, tree_keys in zip(trees, runs):
-            command = [sys.executable, __file__, *options.words, "--rounds", str(options.rounds), "--json"]
+            tool = str(tree / "tools" / "host_path.py")  # what it replaces is of its tree
+            command = [sys.executable, tool, *options.words, "--rounds", str(options.rounds), "--json"]
             environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
             text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
             tree_keys.append(json.loads(text))
