@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile.testing import AttentionCase, assert_close
-from flashtile.testing import run as run_alone
-from flashtile.testing.cases import cancelled_sizes
-from flashtile.testing.tolerance import Size
-from support.distributed.processes import Parallel, start, together
+from flashtile.testing import AttentionCase
+from support.distributed.processes import Parallel, check_ranks, start
 from support.running.covering import turns
 from support.running.each_case import each_case
 
@@ -120,37 +117,12 @@ def results(tmp_path_factory):
     return of
 
 
-@pytest.fixture(scope="module")
-def expected():
-    """Oracle, eager results and sizes of a case, computed once."""
-    found: dict[Any, Any] = {}
-
-    def of(job: Parallel) -> Any:
-        key = str(job.case), job.rest
-        if key not in found:
-            inputs = job.inputs
-            oracle = run_alone(job.case, inputs, "reference", torch.float64)
-            eager = run_alone(job.case, inputs, "reference")
-            found[key] = oracle, eager, cancelled_sizes(job.case, inputs, oracle)
-        return found[key]
-
-    return of
-
-
-def check(job: Parallel, parts: list[Any], expected: Any) -> None:
-    for part in parts:
-        assert not isinstance(part, str), part
-    oracle, eager, cancelled = expected
-    for name, value in together(job, parts).items():
-        assert_close(f"{job.case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
-
-
 @each_case("name", _JOBS[3])
-def test_three_ranks_get_what_one_gets(name, results, expected):
-    check(_JOBS[3][name], [of_rank[name] for of_rank in results(3)], expected(_JOBS[3][name]))
+def test_three_ranks_get_what_one_gets(name, results):
+    check_ranks(_JOBS[3][name], name, results(3))
 
 
 @pytest.mark.slow
 @each_case("name", _JOBS[4])
-def test_four_ranks_get_what_one_gets(name, results, expected):
-    check(_JOBS[4][name], [of_rank[name] for of_rank in results(4)], expected(_JOBS[4][name]))
+def test_four_ranks_get_what_one_gets(name, results):
+    check_ranks(_JOBS[4][name], name, results(4))

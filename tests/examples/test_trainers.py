@@ -113,7 +113,6 @@ def test_torchtitan_over_shards(tmp_path):
     """The losses are those of torchtitan's attention at each step, and training goes where PyTorch's gradients lead."""
     pytest.importorskip("torchtitan")
     for of_rank in start({"train": train_both}, 2, tmp_path):
-        assert not isinstance(of_rank["train"], str), of_rank["train"]
         losses, own = of_rank["train"]["flashtile"]
         plain, _ = of_rank["train"]["plain"]
         assert_same(torch.tensor(losses), torch.tensor(own))

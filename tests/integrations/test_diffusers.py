@@ -172,7 +172,6 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_attention_over_shards(strategy, masked, results):
     name = f"{strategy}, masked" if masked else strategy
-    assert not isinstance(results[0]["attention"], str), results[0]["attention"]
     parts = [of_rank["attention"][name] for of_rank in results]
     if masked and strategy.startswith("ring"):
         assert parts[0] == "attn_mask: expected none over sequences that are cut over ranks, got one"
@@ -198,7 +197,6 @@ def test_autocast_over_shards(results):
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_models_over_shards(name, strategy, results):
-    assert not isinstance(results[0]["models"], str), results[0]["models"]
     model, inputs = build(name, "native")
     with torch.no_grad():
         expected = model(**inputs, return_dict=False)[0]

@@ -393,7 +393,6 @@ def test_nested_tensors_on_a_gpu(on_a_gpu):
 def _check_ranks(folder: Any, device: str) -> None:
     for of_rank in start(JOBS, 2, folder, device):
         for job in JOBS:
-            assert not isinstance(of_rank[job], str), of_rank[job]
             for found, same, oracle in of_rank[job].values():
                 _agree(found, same, oracle)
 

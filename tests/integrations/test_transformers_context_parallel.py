@@ -31,7 +31,6 @@ def test_models_over_shards_are_the_same_models(name, results):
     """Logits of all tokens and the loss on every rank; gradients that add up. Models round to float32 in places, so
     that is the dtype in which they are the same; the gradient of a bias of keys is 0, where all others cancel."""
     parts = [of_rank["context"] for of_rank in results]
-    assert not any(isinstance(part, str) for part in parts), parts
     found = [part[name] for part in parts]
     expected = alone(name)
     largest = max(size(value).typical for key, value in expected.items() if key not in ("logits", "loss"))
@@ -45,5 +44,4 @@ def test_models_over_shards_are_the_same_models(name, results):
 @each_case("name", _REFUSED)
 def test_what_shards_cannot_give_is_refused(name, results):
     for of_rank in results:
-        assert not isinstance(of_rank["refused"], str), of_rank["refused"]
         assert _REFUSED[name] in of_rank["refused"][name]

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flashtile.distributed import context_parallel_attention, schedule, shard_sequence
-from flashtile.testing import AttentionCase, Inputs, make_inputs
-from flashtile.testing.cases import LEARNED, RelativeScore
+from flashtile.testing import AttentionCase, Inputs, Size, assert_close, assert_same, make_inputs
+from flashtile.testing import run as run_alone
+from flashtile.testing.cases import LEARNED, RelativeScore, cancelled_sizes
 
 Job = Callable[[DeviceMesh], Any]
 
@@ -62,11 +63,48 @@ class Parallel:
 _inputs: dict[str, Inputs] = {}
 
 
-def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
-    """Runs jobs on so many processes. Returns for each rank what each job gave: its result, or its error as text."""
+class _Error(str):
+    """The traceback of a job."""
+
+
+class _Results(dict[str, Any]):
+    """What each job of a rank gave. Asking for that of a job which failed raises AssertionError with its traceback."""
+
+    def __getitem__(self, job: str) -> Any:
+        found = super().__getitem__(job)
+        assert not isinstance(found, _Error), found
+        return found
+
+
+def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -> list[_Results]:
+    """Runs jobs on so many processes. Returns for each rank what each job gave."""
     forking()
     mp.start_processes(_process, (ranks, str(folder), device, jobs), nprocs=ranks, start_method="forkserver")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return [_Results(torch.load(folder / f"rank{rank}.pt", weights_only=False)) for rank in range(ranks)]
+
+
+#: Oracle, eager results and sizes of a case in one process, computed once.
+_expected: dict[tuple[str, bool], Any] = {}
+
+
+def check_ranks(job: Parallel, name: str, results: list[_Results], device: str = "cpu") -> None:
+    """Holds what ranks computed together to the tolerance policy. One process computes on `device`."""
+    key = str(job.case), job.rest
+    if key not in _expected:
+        inputs = job.inputs if device == "cpu" else make_inputs(job.case, device)
+        oracle, eager = (run_alone(job.case, inputs, "reference", of) for of in (torch.float64, job.case.dtype))
+        cancelled = cancelled_sizes(job.case, inputs, oracle)
+        _expected[key] = *({of: t.cpu() for of, t in results.items()} for results in (oracle, eager)), cancelled
+    oracle, eager, cancelled = _expected[key]
+    for of, value in together(job, [of_rank[name] for of_rank in results]).items():
+        assert_close(f"{job.case}: {of}", value, oracle[of], eager[of], cancelled.get(of, Size()))
+
+
+def check_pairs(job: str, results: list[_Results]) -> None:
+    """Each rank found what was expected: a job gave pairs of both, by name."""
+    for of_rank in results:
+        for name, (found, expected) in of_rank[job].items():
+            assert_same(found, expected, name)
 
 
 def forking() -> multiprocessing.context.ForkServerContext:
@@ -98,7 +136,7 @@ def _process(rank: int, ranks: int, folder: str, device: str, jobs: dict[str, An
             try:
                 results[name] = run(job, mesh) if isinstance(job, Parallel) else job(mesh)
             except Exception:
-                results[name] = traceback.format_exc()
+                results[name] = _Error(traceback.format_exc())
         torch.save(results, Path(folder) / f"rank{rank}.pt")
     finally:
         dist.destroy_process_group()
