@@ -855,35 +855,6 @@ def _turns(tiles: int, lines: int, group: int) -> list[tuple[int, int]]:
     return sorted({schedule.line_group(line, lines, together, closing) for line in range(lines)})
 
 
-@pytest.mark.parametrize("group, start, steps", [(1, 7, 5), (4, 9, 10), (3, 0, 1)])
-@pytest.mark.parametrize("way", [-1, 1])
-def test_steps_of_a_key_tile_in_the_backward(group, start, steps, way, monkeypatch):
-    """All heads of each query tile, from the first tile on; the next step is found without the number of this one."""
-    monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
-    monkeypatch.setattr(backward_tiles, "_rotated", backward_tiles._rotated.fn)
-    work, config = SimpleNamespace(group=group, first_tile=start, direction=way), SimpleNamespace(ROTATES_WALKS=False)
-    visited = [backward_tiles.key_tile_step.fn(work, it, config) for it in range(group * steps)]
-    assert visited == [(head, start + way * tile) for tile in range(steps) for head in range(group)]
-    monkeypatch.setattr(backward_tiles, "gl", torch)
-    step = backward_tiles.Step(torch.tensor(0), torch.tensor(start))
-    for expected in visited:
-        assert step == expected
-        step = backward_tiles.step_after.fn(work, step, config)
-
-
-@pytest.mark.parametrize("last, unmasked, masked", [(7, 5, 2), (9, 3, 2), (4, 0, 2), (6, 7, 0)])
-@pytest.mark.parametrize("up", [False, True])
-def test_query_tiles_of_a_key_tile_that_may_go_up(last, unmasked, masked, up, monkeypatch):
-    """The unmasked ones in either order, then the masked ones downwards."""
-    monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
-    reversed_tiles = unmasked if up else 0
-    work = SimpleNamespace(reversed_from=last + 1 - reversed_tiles, mirror=2 * last + 1 - reversed_tiles)
-    config = SimpleNamespace(REVERSES_WALKS=True, SHARES_PROGRESS=False)
-    down = range(last, last - unmasked - masked, -1)
-    visited = [backward_tiles.visited_tile.fn(work, tile, config) for tile in down]
-    assert visited == (list(down[:unmasked])[::-1] if up else list(down[:unmasked])) + list(down[unmasked:])
-
-
 @pytest.mark.parametrize("tiles, lines", [(64, 16), (128, 16), (256, 16), (16, 16), (64, 1), (4, 32)])
 def test_key_tiles_of_a_line_visit_the_same_queries(tiles, lines, monkeypatch):
     """Thread blocks that take the longest key tile that is left, of a causal square: at any time those of a line are at
