@@ -972,21 +972,6 @@ def test_a_key_tile_may_begin_anywhere(rows, keys, offset, monkeypatch):
     assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
 
 
-@pytest.mark.parametrize("rows, parts", [(4096, 3), (500, 4), (1000, 3), (300, 1)])
-def test_parts_of_walks_have_each_query_tile_once(rows, parts, monkeypatch):
-    _number_work(monkeypatch)
-    config, tiles = _config_of_work(128, 128, right=False), -(-rows // 128)
-    problem = _problem(rows, 77, 128, 128, heads_kv=2 * parts, group=2, batch=3)._replace(shares=parts, parts=parts)
-    visited: collections.Counter = collections.Counter()
-    for sequence, head_kv in itertools.product(range(3), range(2 * parts)):
-        work = backward_tiles.tile_work.fn(backward_tiles.KeyTile(0, sequence, head_kv), problem, config)
-        assert tiles // parts <= work.tiles <= -(-tiles // parts)
-        for index in range(work.steps):
-            step = backward_tiles.key_tile_step.fn(work, index, config)
-            visited[backward_tiles.first_statistics_tile.fn(work, step.head) + step.tile] += 1
-    assert visited == dict.fromkeys(range(3 * 4 * tiles), 1)
-
-
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (700, 4096)])
 @pytest.mark.parametrize("left, right", [(1024, 0), (1023, 0), (200, 30), (64, -3), (5000, 0)])
 @pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
@@ -1119,31 +1104,6 @@ def test_key_tiles_add_in_one_order(rows, keys, left, right, heads, m, n, monkey
         needed = {key // n for of_a_query in seen for key in of_a_query}
         visiting = {tuple(sorted(added[sequence, head, tile])) for sequence in range(3) for head in range(heads)}
         assert len(visiting) == 1 and needed <= set(*visiting) and len(*visiting) == len(set(*visiting))
-
-
-@pytest.mark.parametrize("left, right", _BANDS)
-@pytest.mark.parametrize("rows, keys", [(200, 330), (330, 200), (129, 129), (700, 650)])
-@pytest.mark.parametrize("m", [64, 128])
-def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(rows, keys, left, right, m, monkeypatch):
-    """Key tiles of a line come one after another, from the first keys on. The line after it is whichever is next."""
-    _number_work(monkeypatch)
-    monkeypatch.setattr(schedule, "next_number", lambda number, counter, dynamic: 7)
-    config = _config_of_work(m, 128, left is not None, right is not None, WHOLE_LINES=True)
-    problem = _problem(rows, keys, m, 128, heads_kv=5, batch=2, band=(left or 0, right or 0))
-    visits: collections.defaultdict = collections.defaultdict(list)
-    number = 3 * problem.key_tiles
-    for at in range(problem.key_tiles):
-        key_tile = backward_tiles._locate_key_tile.fn(number, problem, None, config)
-        assert (key_tile.sequence, key_tile.head_kv, key_tile.first_key) == (0, 3, at * 128)
-        work = backward_tiles.tile_work.fn(key_tile, problem, config)
-        for index in range(work.steps):
-            tile = backward_tiles.key_tile_step.fn(work, index, config).tile
-            visits[tile].append((at, backward_tiles.adding_tiles(work, tile, problem, config)))
-        number = schedule.next_tile_number.fn(number, None, problem, config)
-    assert number == 7 * problem.key_tiles
-    for seen in visits.values():
-        assert {known for _, known in seen} == {(seen[0][0], seen[-1][0])}
-        assert [at for at, _ in seen] == list(range(seen[0][0], seen[-1][0] + 1))
 
 
 @pytest.mark.parametrize("right", [False, True])
