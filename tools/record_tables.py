@@ -106,12 +106,13 @@ class Ratios(NamedTuple):
 
 
 def ratios(
-    record: str, phase: str, ours: str | tuple[str, ...], peers: Iterable[str] = ALL_PEERS, keep: Keep = KEEP["all"]
-) -> Ratios:
-    """`ours` may name several implementations, of which the last that has a case counts."""
+    record: str, phase: str, ours: str | tuple[str, ...], peers: Iterable[str] = ALL_PEERS, keep: Keep = KEEP["all"],
+    op: str | None = None,
+) -> Ratios:  # fmt: skip
+    """`ours` may name several implementations, of which the last that has a case counts. `op`: None for all."""
     times: dict[str, dict[str, float]] = {}
     for row in rows_of(record):
-        if row["phase"] == phase and keep(row["case"]):
+        if row["phase"] == phase and op in (None, row["op"]) and keep(row["case"]):
             times.setdefault(row["impl"], {})[json.dumps([row["op"], row["case"]], sort_keys=True)] = row["ms"]
     mine: dict[str, float] = {}
     for name in (ours,) if isinstance(ours, str) else ours:
@@ -332,23 +333,12 @@ _OPERATIONS = {
 
 
 def companions() -> list[list[str]]:
-    rows = rows_of("h200-companions")
+    peers = ("eager", "compile", "liger", "quack")
     table = [["operation", *MEANS]]
     for name, op in _OPERATIONS.items():
-        cells = []
-        for phase in (FORWARD, "fwd+bwd" if op.startswith("fused") else BACKWARD):
-            groups: dict[str, dict[str, float]] = {}
-            for row in rows:
-                if (row["op"], row["phase"]) == (op, phase):
-                    groups.setdefault(json.dumps(row["case"]), {})[row["impl"]] = row["ms"]
-            found = []
-            for times in groups.values():
-                mine = [ms for impl, ms in times.items() if impl.startswith("flashtile")]
-                theirs = [ms for impl, ms in times.items() if not impl.startswith("flashtile")]
-                if theirs:
-                    found += [min(theirs) / ms for ms in mine]
-            cells.append(Ratios(found))
-        table.append([name, str(len(cells[0].values)), *(each.cell for each in cells)])
+        phases = FORWARD, "fwd+bwd" if op.startswith("fused") else BACKWARD
+        found = [ratios("h200-companions", phase, "flashtile-triton", peers, op=op) for phase in phases]
+        table.append([name, str(len(found[0].values)), *(each.cell for each in found)])
     return table
 
 
