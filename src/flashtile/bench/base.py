@@ -4,7 +4,6 @@ tensors and judges their results."""
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile import testing
-from flashtile.bench.start import UserError
+from flashtile.bench.start import UserError, installed
 from flashtile.bench.timing import Timer, Uncaptured, make_timer, peak_facts
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -115,11 +114,8 @@ class Implementation:
 
     def missing(self) -> str | None:
         """Why it cannot run at all, or None."""
-        if self.package is None:
-            return None
-        parts = self.package[0].split(".")
-        names = (".".join(parts[: length + 1]) for length in range(len(parts)))
-        return None if all(map(importlib.util.find_spec, names)) else f"{self.package[1]} is not installed"
+        module, name = self.package or ("torch", "")
+        return None if installed(module) else f"{name} is not installed"
 
     def reason(self, case: Any, device: torch.device) -> str | None:
         """Why it cannot run a case here, or None."""
@@ -393,6 +389,17 @@ def select_cases(cases: Sequence[_Case], patterns: Sequence[str]) -> list[_Case]
 def spread(count: int, total: int, device: torch.device) -> Tensor:
     """`count` indices of `total`, evenly spaced, the first and the last among them; at least two of two or more."""
     return torch.linspace(0, total - 1, min(max(2, count), total), device=device).round().long()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of memory that can still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return int(dict(line.split(":", 1) for line in file)["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return (device_memory(device) or 2**34) // 2
 
 
 def device_memory(device: torch.device) -> int | None:

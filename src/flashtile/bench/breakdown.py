@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import DTYPES, AnyBound, Implementation, Verdict, device_memory, select_named
+from flashtile.bench.base import DTYPES, AnyBound, Implementation, Verdict, free_memory, select_named
 from flashtile.bench.cases import Case
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.start import UserError
@@ -185,9 +185,8 @@ def _check_call(case: Case, device: torch.device) -> None:
 
 def _check_memory(case: Case, device: torch.device) -> None:
     needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else device_memory(device)
-    if free is not None and needed > free:
+    if needed > (free := free_memory(device)):
         raise UserError(
             f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
-            f"{free / 2**30:.0f} are {'free' if device.type == 'cuda' else 'there'}; take a smaller --batch or --seq"
+            f"{free / 2**30:.0f} are free; take a smaller --batch or --seq"
         )

@@ -46,6 +46,11 @@ class Table:
     words: bool = False
     keys: int = 1
 
+    def markdown(self) -> str:
+        """The cells, without the title."""
+        rule = [":--" if self.words or place < self.keys else "--:" for place in range(len(self.headings))]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
+
 
 def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.

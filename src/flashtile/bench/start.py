@@ -20,8 +20,9 @@ def how_to_install(extra: str) -> str:
 
 
 def installed(package: str) -> bool:
-    """Whether an optional package is there, without importing it."""
-    return importlib.util.find_spec(package) is not None
+    """Whether an optional package, or a module of one, is there. Imports no more than what the module is in."""
+    parts = package.split(".")
+    return all(importlib.util.find_spec(".".join(parts[: count + 1])) for count in range(len(parts)))
 
 
 def silence_numpy_warning() -> None:

@@ -109,8 +109,12 @@ def activations(device: torch.device, steps: int = _STEPS, config: GPTConfig = M
 
 def help_text_tokens(batch: int, seq: int, generator: torch.Generator) -> Tensor:
     """Bytes of Python's help texts, int64 `[batch, seq + 1]`, from places that the generator draws."""
-    text = torch.frombuffer(bytearray(help_texts().read_bytes()), dtype=torch.uint8)
-    starts = torch.randint(text.numel() - seq - 1, (batch,), generator=generator, device="cpu")
+    return sample_text(torch.frombuffer(bytearray(help_texts().read_bytes()), dtype=torch.uint8), batch, seq, generator)
+
+
+def sample_text(text: Tensor, batch: int, seq: int, generator: torch.Generator) -> Tensor:
+    """Pieces of a text, int64 `[batch, seq + 1]`, from places that the generator draws."""
+    starts = torch.randint(text.numel() - seq, (batch,), generator=generator, device="cpu")
     return torch.stack([text[start : start + seq + 1] for start in starts.tolist()]).long()
 
 

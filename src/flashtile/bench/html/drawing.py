@@ -257,14 +257,14 @@ def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, style: _Style) -> 
     if chart.roof:
         axes.plot(*zip(*chart.roof), color=_INK, linewidth=1.6)
         axes.set_xscale("log")
-        _write_decades(axes.xaxis, [x for x, _ in points])
+        _write_numbers(axes.xaxis, [x for x, _ in points])
     elif not chart.steps:
         lengths = sorted({x for x, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, list(map(_length, lengths)))
     if chart.logarithmic or chart.roof:
         axes.set_yscale("log")
-        _write_decades(axes.yaxis, [y for _, y in points])
+        _write_numbers(axes.yaxis, [y for _, y in points])
     else:
         _write_numbers(axes.yaxis)
         if not chart.steps:
@@ -276,20 +276,13 @@ def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, style: _Style) -> 
     return [full_name(one.name) for one in chart.series]
 
 
-def _write_numbers(axis: Axis) -> None:
-    """A few numbers beside a linear axis."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+def _write_numbers(axis: Axis, values: Sequence[float] = ()) -> None:
+    """A few numbers beside a linear axis; with values a logarithmic one of these: powers of ten, in a short range also
+    numbers between them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(5))
-    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,g}"))
-
-
-def _write_decades(axis: Axis, values: Sequence[float]) -> None:
-    """Numbers beside a logarithmic axis: at powers of ten, in a short range also between them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    between = (1.0,) if max(values) > 200 * min(values) else (1.0, 2.0, 5.0)
-    axis.set_major_locator(LogLocator(subs=between))
+    between = (1.0,) if values and max(values) > 200 * min(values) else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=between) if values else MaxNLocator(5))
     axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,g}"))
 
 
@@ -317,7 +310,7 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> li
         axes.set_xlim(low, high)
         axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
     elif chart.logarithmic:
-        _write_decades(axes.xaxis, found)
+        _write_numbers(axes.xaxis, found)
     else:
         axes.set_xlim(left=0)
         _write_numbers(axes.xaxis)

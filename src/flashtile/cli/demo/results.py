@@ -52,7 +52,7 @@ def write_markdown(results: Results, path: Path, pictures: list[str]) -> None:
         f"On {facts.get('gpu') or facts['cpu']}, {facts['cpu_cores']} cores, torch {versions()['torch']}. "
         f"Text: {results.text}.",
         verdict(results),
-        *(f"**{table.title}**\n\n{_markdown(table)}" for table in (training_table(results), scaling_table(results))),
+        *(f"**{table.title}**\n\n{table.markdown()}" for table in (training_table(results), scaling_table(results))),
         how_memory_is_measured(results.plan),
         *(f"- {name} stopped: {reason}." for name, reason in results.stopped.items()),
         *(f"![{picture}]({picture})" for picture in pictures),
@@ -127,8 +127,3 @@ def mebibytes(count: int) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%"
-
-
-def _markdown(table: Table) -> str:
-    rule = [":--", *("--:" for _ in table.headings[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (table.headings, rule, *table.lines))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashtile.bench.base import free_memory
 from flashtile.cli.demo.isolation import PeakMemory, PieceFailedError, Report, run_piece
 from flashtile.cli.demo.plan import Plan
 from flashtile.models.gpt import CausalAttention
@@ -98,18 +98,6 @@ def measure(plan: Plan, attention: CausalAttention, length: int, report: Report)
     while not samples or sum(samples) < _SECONDS_OF_SAMPLES:
         samples.append(_timed_call(attention, *inputs))
     return statistics.median(samples) * 1e3, peak, first_ms
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            values = dict(line.split(":", 1) for line in file)
-        return int(values["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _too_expensive(before: list[Point], length: int, seconds_left: float, device: torch.device) -> str | None:

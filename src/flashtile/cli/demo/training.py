@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flashtile.bench.start import UserError
-from flashtile.bench.values import help_texts
+from flashtile.bench.values import help_texts, sample_text
 from flashtile.cli.demo.isolation import PeakMemory, Report
 from flashtile.cli.demo.plan import Plan
 from flashtile.models import GPT
@@ -109,7 +109,7 @@ def train(
             break
         if step == min(_UNTIMED_STEPS, steps - 1):
             start = time.perf_counter()
-        batch = _sample(tokens, plan, batches).to(device)
+        batch = sample_text(tokens, plan.batch, plan.model.context, batches).to(device)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plan, step)
         losses.append(_step(model, optimizer, batch, plan.autocast))
@@ -162,13 +162,6 @@ def _step(model: GPT, optimizer: torch.optim.Optimizer, batch: torch.Tensor, aut
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
     optimizer.step()
     return loss.item()
-
-
-def _sample(tokens: torch.Tensor, plan: Plan, generator: torch.Generator) -> torch.Tensor:
-    """A batch `[B, context + 1]` of pieces of the text."""
-    length = plan.model.context + 1
-    starts = torch.randint(len(tokens) - length + 1, (plan.batch,), generator=generator, device="cpu")
-    return torch.stack([tokens[start : start + length] for start in starts]).long()
 
 
 def _touch_libraries(device: torch.device) -> None:
