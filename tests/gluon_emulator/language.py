@@ -273,6 +273,7 @@ def _wait(barrier: Barrier, phase: Any) -> None:
     parity = int(as_value(phase).data)
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     current().wait(barrier.passed(parity), f"{caller.f_code.co_name}, line {caller.f_lineno}")  # type: ignore[union-attr]
+    current().learn(barrier)
 
 
 def _expect(barrier: Barrier, count: int) -> None:
@@ -281,14 +282,22 @@ def _expect(barrier: Barrier, count: int) -> None:
 
 def _arrive(barrier: Barrier, count: int = 1) -> None:
     """One thread for all, when all have come so far."""
-    barrier.arrive(count)
+    current().arrive(barrier, count)
     current().let_others_run()
 
 
 def _every_thread_arrives(barrier: Barrier, increment_count: bool = True) -> None:
     assert not increment_count
-    barrier.arrive(current().threads)
+    current().arrive_after_copies(barrier)
     current().let_others_run()
+
+
+def _copy_rows(place: Shared, pointer: Value, mask: Any = True, cache_modifier: str = "") -> None:
+    """Elements at addresses, zeros where masked, to shared memory at some time from now on."""
+    addresses, where = _access(pointer, mask)
+    dtype, memory = pointer.dtype.element_ty, current().machine.memory
+    assert place.shape == list(addresses.shape) and place.dtype is dtype
+    current().copy_rows(lambda: memory.load(addresses, dtype, where), place)
 
 
 # Machine instructions that kernels write themselves.
@@ -316,7 +325,7 @@ def _widened(found: re.Match, dtype: Any, words: Value, factors: Value | None = 
     wide = words.data.contiguous().view(kind).float()
     if factors is not None:
         wide = wide * factors.data
-    pairs = wide.to(torch.bfloat16 if found[2] == "bf16x2" else torch.float16).view(torch.int32)
+    pairs = wide.to(torch.bfloat16 if found[0].endswith("bf16x2.f32") else torch.float16).view(torch.int32)
     return tuple(Value(pairs[..., place::2], of, words._layout) for place, of in enumerate(dtype))
 
 
@@ -391,6 +400,7 @@ def _take_number(found: re.Match, dtype: Any, counter: Value) -> Value:
 
 _INSTRUCTIONS = {
     r"(?s)(e4m3x2|e5m2x2|0x4B000000).*cvt\.rn\.(\w+x2)\.f32": _widened,
+    r"(?s)f16x2\.(e4m3x2|e5m2x2) a|(0x64646464)": _widened,
     r"tanh\.approx\.f32": _tanh,
     r"rcp\.approx\.ftz\.f32": _reciprocal,
     r"fma\.rn\.f32": _multiplied_and_added,
@@ -408,7 +418,12 @@ _INSTRUCTIONS = {
 }
 
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
-async_copy = SimpleNamespace(mbarrier_arrive=_every_thread_arrives)
+async_copy = SimpleNamespace(
+    mbarrier_arrive=_every_thread_arrives,
+    async_copy_global_to_shared=_copy_rows,
+    commit_group=lambda: current().commit_copies(),
+    wait_group=lambda groups: current().wait_copies(int(groups)),
+)
 mbarrier = SimpleNamespace(
     MBarrierLayout=_Barriers,
     init=lambda barrier, count: barrier.init(int(count)),

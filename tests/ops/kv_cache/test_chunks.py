@@ -73,6 +73,15 @@ CASES = {
         alibi=True,
         sinks=True,
     ),
+    "fp8_128": replace(
+        _PACKED, cache_dtype=torch.float8_e4m3fn, factors="heads", page_size=16, head_dim=128, head_dim_v=128
+    ),
+    "fp8_192_rows": replace(
+        _UNIFORM, cache_dtype=torch.float8_e4m3fn, factors="rows", page_size=1, head_dim=192, head_dim_v=128
+    ),
+    "fp8_72_float16": replace(
+        _PACKED, cache_dtype=torch.float8_e4m3fn, factors="heads", head_dim=72, head_dim_v=72, dtype=torch.float16
+    ),
     "tree": replace(_UNIFORM, page_size=16, tree=True, head_dim=128, head_dim_v=128),
     "trees": replace(_PACKED, page_size=16, tree=True, arguments={"causal": True, "softcap": 5.0}, sinks=True),
     "trees_int8": replace(_PACKED, tree=True, cache_dtype=torch.int8, factors="heads", page_size=1),

@@ -9,16 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to
-from flashtile.ops.attention.hopper.primitives import (
-    Chunks,
-    HeadRows,
-    coordinates,
-    matrix_layout,
-    rows_in_cache,
-    tile_slice,
-)
+from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates, rows_in_cache, tile_slice
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
 from flashtile.ops.common.tiles import box_rows
@@ -91,7 +84,7 @@ _WIDENED: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.fl
 
 class CachedRows(NamedTuple):
     """Both of them, and the constants: rows of a page, 0 without pages; boxes of the descriptors in a tile of keys;
-    registers of the threads that load (`forward_producer.load_rows`), 0 where TMA does; and "e4m3", "e5m2" or "s8" for
+    registers of the threads that load (`cache_rows.load_rows`), 0 where TMA does; and "e4m3", "e5m2" or "s8" for
     8-bit rows, else ""."""
 
     addresses: CacheAddresses
@@ -111,7 +104,9 @@ class CachedRows(NamedTuple):
         (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
         words = torch.int32 if registers else None
         of_word = torch.int32.itemsize // call.cache_itemsize
-        together = 8 // of_word
+        # What a thread copies at a time, if rows allow it.
+        wide = of_word == 2 or all(stride % 16 == 0 for strides in call.cache_strides for stride in strides)
+        together = 4 if wide else 2
         factors = dict(zip("kv", call.descale_strides))
         addresses = CacheAddresses(
             lengths=pointer_to(lengths),
@@ -343,223 +338,3 @@ def clear_first(tile, count, FIRST: gl.constexpr, ROWS: gl.constexpr):
             row = first + gl.arange(0, 8, gl.SliceLayout(1, layout))
             values = part.load(layout)
             part.store(gl.where((row >= count)[:, None], values, gl.zeros([8, WIDTH], values.dtype, layout)))
-
-
-# Threads that load rows themselves: of pages that no box divides, and of 8 bits, which they widen. They read words of
-# 32 bits, because what one turn of a loop hands to the next takes a register for each element.
-
-#: Elements of a row that a thread has at a time, 16 bytes of what it stores.
-TOGETHER = gl.constexpr(8)
-
-
-class RowSource(NamedTuple):
-    """The place of the rows of a head of a sequence in one of the caches.
-
-    Attributes:
-        rows: address of the head in row 0 of the sequence's entry, or of page 0.
-        factors: likewise of the factors of rows; None where rows have none of their own.
-        stride: words from one row to the next.
-        apart: rows from one page to the next.
-        factor_strides: a `CacheStrides`.
-    """
-
-    rows: Any
-    factors: Any
-    stride: Any
-    apart: Any
-    factor_strides: Any
-
-
-class SeenRows(NamedTuple):
-    """The rows of a sequence that some query of a tile sees, `[first, end)`, and where its pages are listed."""
-
-    first: Any
-    end: Any
-    table: Any
-
-
-class FetchedRows(NamedTuple):
-    """Rows of a tile in registers, as they lie in the cache: the chunks of their columns, and their factors in the
-    layout of either chunk."""
-
-    main: Any
-    tail: Any
-    main_factors: Any
-    tail_factors: Any
-
-
-@gluon.jit
-def cache_factor(pointer, strides, head):
-    """The factor that all rows of a key/value head share; None where there is none."""
-    factor = None
-    if pointer is not None and strides.row is None:
-        factor = gl.load(pointer + head * strides.head)
-    return factor
-
-
-@gluon.jit
-def head_factors(pointer, strides, entry, head):
-    """Address of the factors of a head in an entry, or in page 0; None where rows have none of their own."""
-    factors = None
-    if pointer is not None and strides.row is not None:
-        factors = pointer + (entry * strides.outer + head * strides.head)
-    return factors
-
-
-@gluon.constexpr_function
-def row_layout(WIDTH, WORDS):
-    """The layout of rows of `WIDTH` elements, of which a warpgroup has `WORDS` words of a thread together."""
-    columns = min(WIDTH // TOGETHER.value, 32)
-    return gl.BlockedLayout([1, WORDS], [32 // columns, columns], [4, 1], [1, 0])
-
-
-@gluon.jit
-def tile_rows(row, seen, ROWS: gl.constexpr, layout: gl.constexpr):
-    """The rows of a tile from `row` on. In place of a row that nobody sees stands the nearest that somebody sees: it
-    counts for nothing, but is finite."""
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    return gl.minimum(gl.maximum(rows, seen.first), seen.end - 1)
-
-
-@gluon.jit
-def look_up(ring, row, seen, config, MAY_BE_EMPTY: gl.constexpr):
-    """The pages of the rows of a tile, in the layout of each chunk. `MAY_BE_EMPTY`: there may be no rows."""
-    WORDS: gl.constexpr = words_together(config)
-    main = gl.to_tensor(0)
-    tail = main
-    if config.PAGE_SIZE > 0:
-        main = _pages(row, seen, ring.ROWS, config.PAGE_SIZE, MAY_BE_EMPTY, row_layout(ring.WIDTH, WORDS))
-        tail = main
-        if ring.TAIL > 0 and ring.TAIL != ring.WIDTH:
-            tail = _pages(row, seen, ring.ROWS, config.PAGE_SIZE, MAY_BE_EMPTY, row_layout(ring.TAIL, WORDS))
-    return Chunks(main, tail)
-
-
-@gluon.jit
-def _pages(
-    row, seen, ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr, MAY_BE_EMPTY: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    pages = tile_rows(row, seen, ROWS, layout).to(gl.uint32) // PAGE_SIZE
-    if MAY_BE_EMPTY:
-        return gl.load(seen.table + pages, mask=seen.first < seen.end, other=0)
-    else:
-        return gl.load(seen.table + pages)
-
-
-@gluon.constexpr_function
-def words_together(config):
-    """Words of `TOGETHER` elements of the cache."""
-    return 2 if config.WIDENED else 4
-
-
-@gluon.jit
-def fetch_rows(source, ring, row, pages, seen, config, HEAD_DIM: gl.constexpr, MAY_BE_EMPTY: gl.constexpr):
-    """Starts to load the rows of a tile. `pages`: of `look_up`. Without rows they are 0."""
-    main, main_factors = _fetch(
-        source, row, pages.main, seen, config, FIRST=0, ROWS=ring.ROWS, WIDTH=ring.WIDTH, HEAD_DIM=HEAD_DIM,
-        MAY_BE_EMPTY=MAY_BE_EMPTY,
-    )  # fmt: skip
-    tail = main
-    tail_factors = main_factors
-    if ring.TAIL > 0:
-        tail, tail_factors = _fetch(
-            source, row, pages.tail, seen, config, FIRST=ring.WIDTH, ROWS=ring.ROWS, WIDTH=ring.TAIL,
-            HEAD_DIM=HEAD_DIM, MAY_BE_EMPTY=MAY_BE_EMPTY,
-        )  # fmt: skip
-    return FetchedRows(main, tail, main_factors, tail_factors)
-
-
-@gluon.jit
-def _fetch(
-    source, row, pages, seen, config, FIRST: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-    HEAD_DIM: gl.constexpr, MAY_BE_EMPTY: gl.constexpr,
-):  # fmt: skip
-    """The words of `WIDTH` columns from `FIRST` on, and the factors of rows; 0 for these where they have none."""
-    WORDS: gl.constexpr = words_together(config)
-    OF_WORD: gl.constexpr = TOGETHER // WORDS
-    PAGE_SIZE: gl.constexpr = config.PAGE_SIZE
-    layout: gl.constexpr = row_layout(WIDTH, WORDS)
-    word = FIRST // OF_WORD + gl.arange(0, WIDTH // OF_WORD, gl.SliceLayout(0, layout))
-    rows = tile_rows(row, seen, ROWS, layout)
-    place = rows
-    if PAGE_SIZE > 0:
-        rows = (rows.to(gl.uint32) % PAGE_SIZE).to(gl.int32)
-        pages = pages.to(gl.int32)
-        place = pages * source.apart + rows
-    pointers = (source.rows + word)[None, :] + (place.to(gl.int64) * source.stride)[:, None]
-    if HEAD_DIM < FIRST + WIDTH:
-        inside = (word < HEAD_DIM // OF_WORD)[None, :] & (rows >= 0)[:, None]
-        if MAY_BE_EMPTY:
-            inside &= seen.first < seen.end
-        fetched = gl.load(pointers, mask=inside, other=0)
-    elif MAY_BE_EMPTY:
-        fetched = gl.load(pointers, mask=seen.first < seen.end, other=0)
-    else:
-        fetched = gl.load(pointers)
-    factors = gl.to_tensor(0)
-    if source.factors is not None:
-        own = rows.to(gl.int64) * source.factor_strides.row
-        if PAGE_SIZE > 0:
-            own += pages.to(gl.int64) * source.factor_strides.outer
-        if MAY_BE_EMPTY:
-            factors = gl.load(source.factors + own, mask=seen.first < seen.end, other=0.0)
-        else:
-            factors = gl.load(source.factors + own)
-    return fetched, factors
-
-
-@gluon.jit
-def put_rows(ring, slot, fetched, source, config):
-    """Rows that have come, widened and multiplied by their factors, into a slot as soon as it is free."""
-    ring.wait_empty(slot)
-    _put(ring.tiles.index(slot.place), fetched.main, fetched.main_factors, source, ring.ROWS, ring.WIDTH, config)
-    if ring.TAIL > 0:
-        _put(ring.tail.index(slot.place), fetched.tail, fetched.tail_factors, source, ring.ROWS, ring.TAIL, config)
-
-
-@gluon.jit
-def _put(tile, words, factors, source, ROWS: gl.constexpr, WIDTH: gl.constexpr, config):
-    if config.WIDENED != "":
-        words = widened(words, factors, tile.dtype, source.factors is not None, config.WIDENED)
-    reinterpret(tile, gl.int32, [ROWS, WIDTH // 2], matrix_layout(WIDTH // 2, 32)).store(words)
-
-
-@gluon.jit
-def widened(words, factors, dtype: gl.constexpr, MULTIPLY: gl.constexpr, KIND: gl.constexpr):
-    """The words of 8-bit rows in 16 bits, twice as many, times the factors of rows if there are any. Triton's own
-    conversions go through a unit with an eighth of the rate, which has exponentials to compute."""
-    asm: gl.constexpr = _widen(KIND, dtype, MULTIPLY)
-    kinds: gl.constexpr = (gl.int32, gl.int32)
-    if MULTIPLY:
-        low, high = gl.inline_asm_elementwise(
-            asm, "=r,=r,r,f", [words, factors[:, None]], dtype=kinds, is_pure=True, pack=1
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=kinds, is_pure=True, pack=1)
-    return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
-
-
-@gluon.constexpr_function
-def _widen(kind, to, multiply):
-    """PTX that converts the four numbers of a word by way of float32. An integer becomes the last bits of a number
-    about 2^23, from which that is subtracted."""
-    if kind == "s8":
-        lines = ["xor.b32 a, $2, 0x80808080;"]
-        for i in range(4):
-            lines.append(f"prmt.b32 b, a, 0x4B000000, 0x744{i}; mov.b32 x{i}, b; sub.f32 x{i}, x{i}, 0f4B000080;")
-    else:
-        lines = [
-            f"mov.b32 {{low, high}}, $2; cvt.rn.f16x2.{kind}x2 a, low; cvt.rn.f16x2.{kind}x2 b, high;",
-            "mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;",
-            *(f"cvt.f32.f16 x{i}, h{i};" for i in range(4)),
-        ]
-    if multiply:
-        lines += [f"mul.f32 x{i}, x{i}, $3;" for i in range(4)]
-    pair = "bf16x2" if to == gl.bfloat16 else "f16x2"
-    return " ".join(
-        [
-            "{ .reg .b32 a, b; .reg .b16 low, high, h0, h1, h2, h3; .reg .f32 x0, x1, x2, x3;",
-            *lines,
-            f"cvt.rn.{pair}.f32 $0, x1, x0; cvt.rn.{pair}.f32 $1, x3, x2; }}",
-        ]
-    )

@@ -17,11 +17,15 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CachedRows
+from flashtile.ops.attention.hopper.cache_rows import AHEAD
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     HopperConfig,
     alone_with_stages,
+    column_chunks,
     forward_config,
+    shared_memory,
+    value_chunks,
     value_parts,
 )
 from flashtile.ops.attention.hopper.forward import forward_kernel
@@ -88,7 +92,7 @@ def plan_chunks(
     config = forward_config(described._replace(spec=described.spec._replace(window_right=right)))
     registers = 0
     if by_threads:
-        config, registers = _by_threads(config, described.head_dims)
+        config, registers = _by_threads(config, call)
     if by_group := _takes_heads_as_rows(call):
         call = _heads_as_rows(call)
         described = describe_over_cache(call, outer, device)
@@ -245,26 +249,42 @@ def describe_over_cache(call: SplitCall, outer: int, device: torch.device) -> Ca
     )
 
 
-#: (widest head_dim, widest head_dim_v, cut, registers of a thread that loads) where threads load the rows: half of the
-#: keys of other calls, so that the loading warpgroup gets registers.
+#: (widest head_dim, widest head_dim_v, cut) where threads load the rows, with as
+#: many of its stages as there is room for. Tiles of half the keys of other calls come in
+#: smaller pieces, which hides more of the time that copies take.
 _LOADED = HopperConfig(
-    consumers=2, block_n=64, stages=4, registers=184, max_registers=128, q_in_registers=False, ahead=32
+    consumers=2, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32
 )
 _BY_THREADS = (
-    (96, 96, _LOADED._replace(in_turn=True), 120),
-    (192, 128, _LOADED, 120),
-    (192, 192, _LOADED._replace(block_n=32, stages=6, ahead=16), 120),
-    (256, 256, _LOADED._replace(block_n=32, in_turn=True, registers=208), 72),
+    (96, 96, _LOADED._replace(in_turn=True)),
+    (192, 192, _LOADED),
+    (256, 256, _LOADED._replace(block_n=32, ahead=16, in_turn=True)),
 )
+#: Registers of a thread that copies, and of one that widens 8 bits, which consumers have fewer for.
+_COPYING, _WIDENING = 40, 72
 #: With a single consumer there are fewer threads.
 _ALONE: dict[str, Any] = {"consumers": 1, "in_turn": False, "registers": 240, "max_registers": 168}
-_ALONE_LOADERS = 160
 
 
-def _by_threads(config: HopperConfig, head_dims: tuple[int, int]) -> tuple[HopperConfig, int]:
+def _by_threads(config: HopperConfig, call: SplitCall) -> tuple[HopperConfig, int]:
     """The cut where threads load the rows, and their registers; `config`: where TMA does."""
-    *_, row, registers = next(each for each in _BY_THREADS if head_dims[0] <= each[0] and head_dims[1] <= each[1])
-    return (row._replace(**_ALONE), _ALONE_LOADERS) if config.consumers == 1 else (row, registers)
+    *_, head_dim, head_dim_v = call.shape
+    row = next(row for heads, heads_v, row in _BY_THREADS if head_dim <= heads and head_dim_v <= heads_v)
+    registers = _COPYING
+    if call.cache_itemsize == 1:
+        registers = _WIDENING
+        row = row._replace(registers=row.registers - (_WIDENING - _COPYING) // 2)
+        row = row._replace(reserved=_copied_ahead(row.block_n, head_dim, head_dim_v))
+    if config.consumers == 1:
+        row = row._replace(**_ALONE)
+    cuts = (row._replace(stages=stages) for stages in range(row.stages, 0, -1))
+    return next(cut for cut in cuts if shared_memory(cut, head_dim, head_dim_v) <= cut.room), registers
+
+
+def _copied_ahead(block_n: int, head_dim: int, head_dim_v: int) -> int:
+    """Bytes of shared memory for tiles of 8 bits that are copied ahead, with a factor of each row."""
+    widths = sum(column_chunks(head_dim)), sum(value_chunks(head_dim_v))
+    return AHEAD.value * block_n * sum(width + 4 for width in widths)
 
 
 #: The indices that a run of steps is given, in order.

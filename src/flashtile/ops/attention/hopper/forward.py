@@ -40,6 +40,7 @@ from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.gpu.parameters import SideParameters, key_batch_strides, side_parameters, window_parameters
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
+from flashtile.ops.attention.hopper.cache_rows import make_loaded_rows
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -289,7 +290,8 @@ def attention_forward_kernel(
     `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. Boxes of the descriptors, of
     which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `LOADER_REGISTERS`: of the
     threads that load keys and values of so many columns (`HEAD_DIM`, `HEAD_DIM_V`) where TMA does not, without
-    descriptors; else 0. `counter_ptr`: two zeros, through which
+    descriptors; else 0. `WIDENED`: of
+    `CachedRows`. `counter_ptr`: two zeros, through which
     thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries comes next,
     because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last one that it
     shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of (`start_scores`).
@@ -347,15 +349,19 @@ def attention_forward_kernel(
     bias_tiles = None
     if bias_desc is not None:
         bias_tiles = make_bias_tiles(bias_desc, STAGES, CONSUMERS)
+    q_ring = make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS)
+    k_ring = make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES)
+    v_ring = make_ring(
+        values, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES,
+        OWN=CACHED and constants.HAS_LEFT and LOADER_REGISTERS == 0,
+    )  # fmt: skip
+    loaded_k = None
+    loaded_v = None
+    if LOADER_REGISTERS > 0:
+        loaded_k = make_loaded_rows(k_ring, problem.cache.k_factors, problem.cache_numbers.k_factors, WIDENED)
+        loaded_v = make_loaded_rows(v_ring, problem.cache.v_factors, problem.cache_numbers.v_factors, WIDENED)
     rings = Rings(
-        q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
-        k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES),
-        k_tail=k_tail,
-        v=make_ring(
-            values, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES,
-            OWN=CACHED and constants.HAS_LEFT and LOADER_REGISTERS == 0,
-        ),
-        bias=bias_tiles,
+        q=q_ring, k=k_ring, k_tail=k_tail, v=v_ring, bias=bias_tiles, loaded_k=loaded_k, loaded_v=loaded_v
     )  # fmt: skip
     out_tiles = None
     if OUT_PLACES > 0:

@@ -2,23 +2,28 @@
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier
+from flashtile._backends.gluon import async_copy, gl, gluon
 from flashtile.ops.attention.hopper.cache import (
     KeyPlace,
     KeyTile,
-    RowSource,
-    SeenRows,
     box_pages,
     clear_rows,
-    fetch_rows,
-    head_factors,
     load_boxes,
     locate_in_cache,
-    look_up,
-    put_rows,
     sequence_entry,
     sequence_pages,
     sequence_place,
+)
+from flashtile.ops.attention.hopper.cache_rows import (
+    AHEAD,
+    RowSource,
+    SeenRows,
+    copy_ahead,
+    copy_rows,
+    head_factors,
+    look_up,
+    pass_on,
+    put_rows,
 )
 from flashtile.ops.attention.hopper.modifiers import (
     TILE_KIND,
@@ -57,13 +62,16 @@ from flashtile.ops.attention.hopper.schedule import (
 class Rings(NamedTuple):
     """Tiles of queries (64 rows for each consumer), keys and values, which the producer fills and consumers empty.
     `k_tail`: the second chunk of keys, where it is released apart from the first (ONE_STAGE); else None. `bias`: the
-    tiles of a bias that TMA brings, one for each consumer, which come and go with the keys (`tables`); else None."""
+    tiles of a bias that TMA brings, one for each consumer, which come and go with the keys (`tables`); else None.
+    `loaded_k`, `loaded_v`: `cache_rows.LoadedRows` where threads load; else None."""
 
     q: Any
     k: Any
     k_tail: Any
     v: Any
     bias: Any
+    loaded_k: Any
+    loaded_v: Any
 
 
 class QueryTile(NamedTuple):
@@ -146,8 +154,7 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
 
 @gluon.jit
 def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr):
-    """A warpgroup that loads keys and values where TMA does not, through registers: while a tile waits for its place,
-    the next one is on its way."""
+    """A warpgroup that loads keys and values where TMA does not (`cache_rows`)."""
     N: gl.constexpr = rings.k.ROWS
     ALIKE: gl.constexpr = rings.v.WIDTH == rings.k.WIDTH and rings.v.TAIL == rings.k.TAIL
     cache = problem.cache
@@ -181,46 +188,48 @@ def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V:
             numbers.v_apart,
             numbers.v_factors,
         )
+        FACTORS: gl.constexpr = k_source.factors is not None or v_source.factors is not None
         row = (visited.end - 1) * N
-        pages = look_up(rings.k, row, seen, config, True)
-        v_pages = pages
+        k_rows = look_up(rings.k, row, seen, config, FACTORS)
+        v_rows = k_rows
         if not ALIKE:
-            v_pages = look_up(rings.v, row, seen, config, True)
-        k = fetch_rows(k_source, rings.k, row, pages, seen, config, HEAD_DIM, MAY_BE_EMPTY=True)
-        v = fetch_rows(v_source, rings.v, row, v_pages, seen, config, HEAD_DIM_V, MAY_BE_EMPTY=True)
-        row -= N
-        pages = look_up(rings.k, row, seen, config, True)
-        if not ALIKE:
-            v_pages = look_up(rings.v, row, seen, config, True)
-        for _ in range(visited.begin + 1, visited.end):
-            slot = rings.k.slot(key_tiles)
-            put_rows(rings.k, slot, k, k_source, config)
-            put_rows(rings.v, slot, v, v_source, config)
-            publish_rows(rings.v, slot)
-            publish_rows(rings.k, slot)
-            k = fetch_rows(k_source, rings.k, row, pages, seen, config, HEAD_DIM, MAY_BE_EMPTY=False)
-            if ALIKE:
-                v_pages = pages
-            v = fetch_rows(v_source, rings.v, row, v_pages, seen, config, HEAD_DIM_V, MAY_BE_EMPTY=False)
-            row -= N
-            key_tiles += 1
-            pages = look_up(rings.k, row, seen, config, False)
-            if not ALIKE:
-                v_pages = look_up(rings.v, row, seen, config, False)
-        slot = rings.k.slot(key_tiles)
-        put_rows(rings.k, slot, k, k_source, config)
-        publish_rows(rings.k, slot)
-        put_rows(rings.v, slot, v, v_source, config)
-        publish_rows(rings.v, slot)
-        key_tiles += 1
+            v_rows = look_up(rings.v, row, seen, config, FACTORS)
+        if config.WIDENED == "":
+            for _ in range(visited.begin, visited.end):
+                slot = rings.k.slot(key_tiles)
+                row -= N
+                next_rows = look_up(rings.k, row, seen, config, FACTORS)
+                copy_rows(k_source, rings.k, slot, rings.loaded_k.arrived, k_rows, seen, config, HEAD_DIM=HEAD_DIM)
+                copy_rows(v_source, rings.v, slot, rings.loaded_v.arrived, v_rows, seen, config, HEAD_DIM=HEAD_DIM_V)
+                k_rows = next_rows
+                v_rows = k_rows
+                if not ALIKE:
+                    v_rows = look_up(rings.v, row, seen, config, FACTORS)
+                key_tiles += 1
+        else:
+            for first in gl.static_range(AHEAD):
+                copy_ahead(k_source, rings.k, rings.loaded_k, first, k_rows, seen, config, HEAD_DIM=HEAD_DIM)
+                copy_ahead(v_source, rings.v, rings.loaded_v, first, v_rows, seen, config, HEAD_DIM=HEAD_DIM_V)
+                row -= N
+                k_rows = look_up(rings.k, row, seen, config, FACTORS)
+                v_rows = k_rows
+                if not ALIKE:
+                    v_rows = look_up(rings.v, row, seen, config, FACTORS)
+            for done in range(0, visited.end - visited.begin):
+                slot = rings.k.slot(key_tiles)
+                ahead = done % AHEAD
+                put_rows(k_source, rings.k, slot, rings.loaded_k, ahead, config)
+                copy_ahead(k_source, rings.k, rings.loaded_k, ahead, k_rows, seen, config, HEAD_DIM=HEAD_DIM)
+                row -= N
+                k_rows = look_up(rings.k, row, seen, config, FACTORS)
+                put_rows(v_source, rings.v, slot, rings.loaded_v, ahead, config)
+                copy_ahead(v_source, rings.v, rings.loaded_v, ahead, v_rows, seen, config, HEAD_DIM=HEAD_DIM_V)
+                v_rows = k_rows
+                if not ALIKE:
+                    v_rows = look_up(rings.v, row, seen, config, FACTORS)
+                key_tiles += 1
+            async_copy.wait_group(0)
         tile = receive_query_tile(queue, tiles_received, config)
-
-
-@gluon.jit
-def publish_rows(ring, slot):
-    """Each thread makes what it wrote visible to products, and when all have, the tile is there."""
-    fence_async_shared()
-    mbarrier.arrive(ring.full.index(slot.place), count=1)
 
 
 @gluon.jit
@@ -282,7 +291,13 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             rings.q.fill(slot, tensors.q, queries, at.first + which * M, config.PACKED)
         tiles_published += 1
         visited = visited_keys(at.first, at.length, at.other_length, keys, problem, config, N)
-        if not config.BY_THREADS:
+        if config.BY_THREADS:
+            for _ in range(visited.begin, visited.end):
+                slot = rings.k.slot(key_tiles)
+                pass_on(rings.k, rings.loaded_k.arrived, slot)
+                pass_on(rings.v, rings.loaded_v.arrived, slot)
+                key_tiles += 1
+        else:
             key_begin = visited.begin
             key_end = visited.end
             if config.TILE_Q > 0:

@@ -41,7 +41,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.cache import cache_factor
+from flashtile.ops.attention.hopper.cache_rows import cache_factor
 from flashtile.ops.attention.hopper.modifiers import (
     FULL,
     LEAST_UNIT,
