@@ -1,6 +1,7 @@
 """The kernels of a backward are known at its forward, where they are compiled together, without a GPU."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,10 @@ from triton import language as tl
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import together
 from flashtile.ops.attention import repeated, select
+from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
-from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, wanted_gradients
+from flashtile.ops.attention.spec import AttentionSpec, AuxForm, BackwardInputs, SideInputs, Wanted, wanted_gradients
 from flashtile.ops.attention.triton import launch as triton
 from support.attention.backend_calls import HOPPER
 
@@ -160,3 +162,23 @@ def _source(name: str) -> Any:
 @jit
 def _kernel(NAME: tl.constexpr) -> None:
     """Does nothing."""
+
+
+def test_starts_of_waves_keep_their_memory_until_all_are_launched(monkeypatch):
+    """Launches read them by address, and what is allocated in between would lie there."""
+    begun = []
+
+    def starts(*_):
+        tensor = torch.zeros(2, 2, dtype=torch.int32)
+        begun.append(weakref.ref(tensor))
+        return tensor
+
+    def run(*given):
+        assert begun[0]() is not None
+        return [torch.zeros(1)] * 3
+
+    monkeypatch.setattr(reductions, "wave_starts", starts)
+    plan = reductions.BackwardPlan(SimpleNamespace(run=run, outputs=()), waves=(2, 4))
+    side = SideInputs()
+    plan.runner(AuxForm.from_side(side), Wanted())(torch.zeros(1), None, [torch.zeros(1)] * 5)
+    assert begun

@@ -255,8 +255,12 @@ class BackwardPlan(NamedTuple):
         unlearned = None, None, None, (None,) * len(wanted.captured)
 
         def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
-            starts = () if waves is None else ([*map(ADDRESS, wave_starts(*waves, dout.device))],)
-            made = run_kernels(*map(ADDRESS, saved), ADDRESS(dout), None if dlse is None else ADDRESS(dlse), *starts)
+            given = *map(ADDRESS, saved), ADDRESS(dout), None if dlse is None else ADDRESS(dlse)
+            if waves is None:
+                made = run_kernels(*given)
+            else:
+                starts = wave_starts(*waves, dout.device)  # has a name, so that its memory is not reused before
+                made = run_kernels(*given, [*map(ADDRESS, starts)])
             if not learns:
                 return Gradients._make((made[0], made[1], made[2], *unlearned))
             return self._with_learned(made, form.side(saved[5:]), wanted)
