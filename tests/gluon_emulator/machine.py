@@ -41,7 +41,7 @@ class Barrier:
 
     def init(self, count: int) -> None:
         self.count, self.missing, self.bytes, self.phase = count, count, 0, 0
-        self.written: list[Written] = []
+        self.written: set[Written] = set()
 
     def arrive(self, count: int) -> None:
         assert self.count, "a barrier that was not initialised"
@@ -133,7 +133,7 @@ class RowCopies:
     def happen(self) -> bool:
         for load, target in self._copies:
             target.data.copy_(load())
-            self._barrier.written.append(Written(target))
+            self._barrier.written.add(Written(target))
         self._barrier.arrive(self._threads)
         return True
 
@@ -178,7 +178,7 @@ class Crew:
         self.baton.acquire()
         self.products: list[Product] = []
         self.stores: list[Store] = []
-        self.written: list[Written] = []
+        self.written: set[Written] = set()
         self.copies: list[tuple[Callable[[], torch.Tensor], Shared]] = []
         self.groups: list[list[tuple[Callable[[], torch.Tensor], Shared]]] = []
         self.flags: dict[str, int | None] = {}
@@ -278,17 +278,17 @@ class Crew:
 
     def write(self, place: Shared, value: torch.Tensor) -> None:
         place.data.copy_(value)
-        self.written.append(Written(place))
+        self.written.add(Written(place))
 
     def arrive(self, barrier: Barrier, count: int) -> None:
         """At a barrier, whose waiters learn of what this crew has written."""
-        barrier.written += self.written
+        barrier.written |= self.written
         barrier.arrive(count)
 
     def learn(self, barrier: Barrier) -> None:
         """After a wait for a barrier: of what was written before it."""
-        self.written += barrier.written
-        barrier.written = [written for written in barrier.written if not written.fenced]
+        barrier.written = {written for written in barrier.written if not written.fenced}
+        self.written |= barrier.written
 
     def copy_rows(self, load: Callable[[], torch.Tensor], target: Shared) -> None:
         """Starts a copy by threads."""
