@@ -304,8 +304,8 @@ class Problem(ABC):
         """Why an implementation cannot run a phase here, or None."""
         return implementation.reason(self.case, self.device)
 
-    def phases_of(self, implementation: Implementation) -> Sequence[str]:
-        """What is measured of an implementation."""
+    def measured_phases(self, implementation: Implementation) -> Sequence[str]:
+        """The phases of an implementation that are measured."""
         return self.phases
 
     def labels(self, phase: str) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class BreakdownProblem(AttentionProblem):
         super().__init__(case, device)
         self.op = BREAKDOWN
 
-    def phases_of(self, implementation: Implementation) -> Sequence[str]:
+    def measured_phases(self, implementation: Implementation) -> Sequence[str]:
         return tuple(self._steps.calls) if implementation is STANDARD else self.phases
 
     def labels(self, phase: str) -> dict[str, Any]:

@@ -302,7 +302,7 @@ def _tree(seq: int) -> MaskFunction:
 
 
 def _ends(start: int, answer: int) -> range:
-    """Where the answers end that begin at some token."""
+    """The ends of the answers that begin at some token."""
     return range(start + answer, start + _ANSWERS * answer + 1, answer)
 
 

@@ -160,7 +160,7 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _prepare(implementation: Any, problem: Any) -> Prepared:
-    entry = Prepared(implementation, problem.phases_of(implementation))
+    entry = Prepared(implementation, problem.measured_phases(implementation))
     reasons = {phase: problem.unsupported(implementation, phase) for phase in entry.phases}
     entry.why = {phase: reason for phase, reason in reasons.items() if reason is not None}
     phases = [phase for phase in entry.phases if phase not in entry.why]

@@ -89,7 +89,7 @@ _GROUPED_BY_HEADS = {
 @pytest.mark.parametrize("case", parameters(_GROUPED_BY_HEADS))
 def test_interpreted_kernels_with_the_heads_that_share_keys_divided(case, monkeypatch):
     """As where there are too few key tiles for all multiprocessors: two shares of two heads each."""
-    monkeypatch.setattr(triton_plan, "shares_of_call", lambda call, *_: call.group // 2)
+    monkeypatch.setattr(triton_plan, "key_tile_shares", lambda call, *_: call.group // 2)
     clear_plans()
     check(replace(case, heads=8), "triton")
     clear_plans()
@@ -98,7 +98,7 @@ def test_interpreted_kernels_with_the_heads_that_share_keys_divided(case, monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(_GROUPED))
 def test_kernels_with_the_heads_that_share_keys_divided(case, monkeypatch):
-    monkeypatch.setattr(triton_plan, "shares_of_call", lambda call, *_: call.group)
+    monkeypatch.setattr(triton_plan, "key_tile_shares", lambda call, *_: call.group)
     clear_plans()
     check(replace(case, dtype=torch.bfloat16), "triton", "cuda")
     clear_plans()

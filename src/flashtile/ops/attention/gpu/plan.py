@@ -26,7 +26,7 @@ from flashtile.ops.attention.gpu.reductions import (
     shares_kernel,
     without_shares,
 )
-from flashtile.ops.attention.gpu.schedule import shares_of_call
+from flashtile.ops.attention.gpu.schedule import key_tile_shares
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.gpu.scores import slots_for, triton_derivative, triton_function
 from flashtile.ops.attention.gpu.tile_configs import (
@@ -124,7 +124,7 @@ def plan_bias_gradient(call: Call, **buffers: str) -> PortableKernel:
 
 
 def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call) -> PortableKernel:
-    """A kernel of a call: everything that can be decided before the tensors' contents are known. Of a backward, the
+    """A kernel of a call: everything that can be decided before the tensors' contents are known. In a backward, the
     kernels of dk and dv and of a bias read what the first one has made of dout and lse."""
     call.check_sizes()
     if kernel in ("dkdv", "dbias"):
@@ -139,7 +139,7 @@ def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call
     if kernel == "dkdv" and programs:
         causal = spec.window_right is not None and spec.window_left is None
         uneven = call.cut_by.packed or spec.block_shape is not None or causal
-        shares = shares_of_call(call, tiles.block_m, tiles.block_n, uneven)
+        shares = key_tile_shares(call, tiles.block_m, tiles.block_n, uneven)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = call.rows_q % (call.block_tile[0] or tiles.block_m) == 0
     divides_k = call.rows_k % (call.block_tile[1] or tiles.block_n) == 0

@@ -80,7 +80,7 @@ def choose_shares(
     return _fewest([shares for shares in range(1, group + 1) if group % shares == 0], time, _NEARLY_BEST_SHARES)
 
 
-def shares_of_call(call: Call, block_m: int, block_n: int, uneven: bool) -> int:
+def key_tile_shares(call: Call, block_m: int, block_n: int, uneven: bool) -> int:
     """`choose_shares` of a call, in tiles of so many queries and keys."""
     cut_by = call.cut_by
     steps = longest_walk(cut_by.tiles(cut_by.rows_q, block_m), call.spec, block_m, block_n)

@@ -104,7 +104,7 @@ class CachedRows(NamedTuple):
         (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
         words = torch.int32 if registers else None
         of_word = torch.int32.itemsize // call.cache_itemsize
-        # What a thread copies at a time, if rows allow it.
+        # A thread copies 16 bytes at a time, if rows allow it.
         wide = of_word == 2 or all(stride % 16 == 0 for strides in call.cache_strides for stride in strides)
         together = 4 if wide else 2
         factors = dict(zip("kv", call.descale_strides))

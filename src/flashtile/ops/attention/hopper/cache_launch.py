@@ -249,9 +249,8 @@ def describe_over_cache(call: SplitCall, outer: int, device: torch.device) -> Ca
     )
 
 
-#: (widest head_dim, widest head_dim_v, cut) where threads load the rows, with as
-#: many of its stages as there is room for. Tiles of half the keys of other calls come in
-#: smaller pieces, which hides more of the time that copies take.
+#: (widest head_dim, widest head_dim_v, cut) where threads load the rows. As many of the stages are there as fit. Tiles
+#: of half the keys of other calls come in smaller pieces, which hides more of the time that copies take.
 _LOADED = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32
 )

@@ -208,7 +208,7 @@ def _copy(source, tile, row, pages, seen, config, FIRST: gl.constexpr, COLUMNS: 
     place = tile_rows(row, seen, ROWS, gl.SliceLayout(1, layout))
     if config.PAGE_SIZE > 0:
         place = pages * source.apart + (place.to(gl.uint32) % config.PAGE_SIZE).to(gl.int32)
-    # Of two numbers without a sign the product of 64 bits is one instruction.
+    # The product of two unsigned numbers has 64 bits in one instruction.
     begin = place.to(gl.uint32).to(gl.int64) * source.stride.to(gl.uint32).to(gl.int64)
     pointers = (source.rows + word)[None, :] + begin[:, None]
     there = seen.first < seen.end

@@ -13,7 +13,7 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, row_layout
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import side_parameters
-from flashtile.ops.attention.gpu.schedule import shares_of_call
+from flashtile.ops.attention.gpu.schedule import key_tile_shares
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel
 from flashtile.ops.attention.hopper.backward_loads import backward_pipeline, gradient_layouts
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
@@ -93,7 +93,7 @@ def separate_pipeline(call: Call) -> Pipeline:
     keys_of_dv = float32_dv_keys(*call.head_dims) if float32 else KEYS_OF_DV
     own_rows = {"dv": (call.rows_k, keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
     tiles = {name: call.tiles(*rows) for name, rows in own_rows.items()}
-    shares = shares_of_call(call, _ROWS, keys_of_dv, uneven=spec.banded or call.cut_by.bounded)
+    shares = key_tile_shares(call, _ROWS, keys_of_dv, uneven=spec.banded or call.cut_by.bounded)
     family = _float32_family(call, shares) if float32 else _wide_family(call, shares)
     statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER
     together = _STATISTICS_TOGETHER if packed else 1

@@ -157,7 +157,7 @@ def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
 
 
 def _attending(call: SplitCall, device: torch.device, partial: bool = False) -> tuple[tuple[str, ...], Kernel, int]:
-    """What the pipeline of a call is given, the kernel that attends, and its splits. `partial`: it writes parts also
+    """The inputs of the pipeline of a call, the kernel that attends, and its splits. `partial`: it writes parts also
     where there is one."""
     facts = device_facts(device)
     _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
