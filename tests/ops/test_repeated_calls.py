@@ -1,6 +1,7 @@
 """Calls like an earlier one (`ops/common/repeated.py`): what they give, and what makes a call another one."""
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -313,3 +314,26 @@ def _kept_shapes(call: Callable[[], Any]) -> list[torch.Size]:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.append(t.shape), t)[1], lambda t: t):
         call()
     return found
+
+
+_OF_THREADS: dict[str, Callable[..., Any]] = {
+    "hopper": lambda q, k, v: flashtile.attention(q, k, v),  # or what else serves the GPU
+    "triton": lambda q, k, v: flashtile.attention(q, k, v, backend="triton"),
+    "gradients": lambda q, k, v: torch.stack(torch.autograd.grad(flashtile.attention(q, k, v), (q, k, v), v)),
+    "kv_cache": lambda q, k, v: flashtile.attention_with_kv_cache(q.detach(), k.detach(), v.detach(), cache_lengths=64),
+    "layer_norm": lambda q, k, v: flashtile.layer_norm(q, k[0, 0, 0], v[0, 0, 0]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _OF_THREADS)
+def test_a_repeated_call_may_be_the_first_that_a_thread_asks_of_a_gpu(name):
+    call = _OF_THREADS[name]
+    known, new = torch.randn(2, 3, 2, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+    call(*known.requires_grad_())
+    given = [*new.requires_grad_()]  # at other addresses, of which no descriptor was made
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(call(*given)))
+    thread.start()
+    thread.join()
+    assert_same(found, [call(*given)])

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +111,8 @@ def _pretend_gpu(library: Path) -> ctypes.CDLL:
     cuda._cuda_getCurrentRawStream = lambda index: 99
     cuda._cuda_isCurrentStreamCapturing = lambda: False
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.mem_get_info = lambda: driver.cuCtxSetCurrent(1)  # type: ignore[assignment]
+    driver.cuCtxSetCurrent(1)  # of this thread
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc,assignment]
     from triton.backends.nvidia.driver import CudaDriver
@@ -155,7 +158,8 @@ def _compare(driver: ctypes.CDLL) -> None:
 
     tma._encoded = both
     table, sinks = torch.zeros(1, 4, 128, 128, dtype=torch.bfloat16), torch.tensor([0.5, 1.0, 2.0, 4.0])
-    _attend(hopper, 64)
+    with ThreadPoolExecutor(1) as thread:  # its first use of the GPU is a descriptor
+        thread.submit(_attend, hopper, 64).result()
     _attend(hopper, 128, packed=True, sinks=sinks)
     _attend(hopper, 64, bias=table)
     _attend(hopper, 96, torch.float32)

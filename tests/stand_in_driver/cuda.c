@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's driver on a machine without a GPU. It runs nothing: it keeps what the last launch would have
-   read of its arguments, refuses to launch what is no longer loaded, and answers Triton's other questions as an H200
-   would. */
+   read of its arguments, refuses to launch what is no longer loaded and to encode descriptors in a thread without a
+   context, and answers Triton's other questions as an H200 would. */
 
 #include "cuda.h"
 #include <string.h>
@@ -11,6 +11,7 @@ static int sizes[MOST_PARAMETERS], parameters, programs, shared_memory;
 static unsigned char bytes_read[MOST_BYTES];
 static char is_loaded[MOST_MODULES], anything; /* of each module, which has one function; the handle of both points here */
 static int modules;
+static __thread CUcontext current;
 
 /* The sizes of the parameters of the next kernel, which the real driver knows from its binary. */
 void stand_in_expect(const int *of_parameters, int count) {
@@ -40,6 +41,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 const cuuint64_t *shape, const cuuint64_t *strides, const cuuint32_t *box,
                                 const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill outside) {
+  if (!current)
+    return CUDA_ERROR_INVALID_CONTEXT;
   unsigned short *out = (unsigned short *)map;
   memset(map, 0, sizeof(*map));
   memcpy(out, &address, 8);
@@ -77,11 +80,13 @@ CUresult cuDriverGetVersion(int *version) { return *version = 13000, CUDA_SUCCES
 CUresult cuDeviceGetCount(int *count) { return *count = 1, CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int index) { return *device = index, CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(CUdevice *device) { return *device = 0, CUDA_SUCCESS; }
-CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)&anything, CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext *context) { return *context = current, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { return *value = 0, CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+  return *context = (CUcontext)&anything, CUDA_SUCCESS;
+}
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {

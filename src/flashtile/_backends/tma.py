@@ -152,8 +152,14 @@ def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swi
     driver = triton.runtime.driver.active.utils
     encode = getattr(driver, "fill_tma_descriptor_tiled", None) or driver.fill_tma_descriptor  # its name in 3.6
     shape, strides, nan_outside = layout
-    arguments = _SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], list(message), list(shape), list(strides)
-    return encode(address, *arguments, int(nan_outside)), *shape, *strides
+    sizes = list(message), list(shape), list(strides)
+    arguments = address, _SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], *sizes, int(nan_outside)
+    try:
+        encoded = encode(*arguments)
+    except RuntimeError:  # perhaps a thread whose first use of the GPU this is: it has no context yet
+        torch.cuda.mem_get_info()  # gives it the one of its device, as any call that needs one
+        encoded = encode(*arguments)
+    return encoded, *shape, *strides
 
 
 def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
