@@ -168,10 +168,6 @@ _FLOAT32 = ("h100-float32", "flashtile-auto", ("sdpa-efficient",))
 _PORTABLE = ("h200-attention-portable", "flashtile-triton")
 #: Tables of ratios: the first heading, what is said of the cases, and for each line its name and arguments of that.
 _RATIOS: dict[str, tuple[str, Callable[..., list[str]], dict[str, tuple[Any, ...]]]] = {
-    "hopper-peers": ("`hopper` against", compared, {
-        **{_NAMES[peer]: (*_HOPPER[:2], (peer,), KEEP["plain"]) for peer in PEERS},
-        "the fastest of these, case by case": (*_HOPPER, KEEP["plain"]),
-    }),
     "hopper-others": ("`hopper` against the fastest peer", compared, {
         "64 and 8 heads of 128, 2k to 32k tokens": (*_HOPPER, KEEP["grouped"]),
         "head_dim 192, of v 128, 8,192 tokens": (*_HOPPER, KEEP["mla"]),
@@ -230,21 +226,18 @@ def readme_speeds() -> list[list[str]]:
         "a window of 128 keys, head_dim 64, 8,192 tokens",
         "packed: 65,536 tokens in sequences of 30 to 10,035",
     )
-    rows = [ratio_table("hopper-peers")[-1], *ratio_table("hopper-others")[1:]]
+    rows = [["", *compared(*_HOPPER, KEEP["plain"])], *ratio_table("hopper-others")[1:]]
     cells = [[name, row[1], row[2], row[4]] for name, row in zip(names, rows, strict=True)]
     return [["`hopper` against the fastest of them", *MEANS], *cells]
 
 
 def which_one() -> list[list[str]]:
-    peers = ratio_table("hopper-peers")[1:4]
-    table = [["flashtile against", "where", "forward", "backward"]]
-    for name, where, row in zip(
-        ("SDPA with FlashAttention-2", "SDPA with cuDNN", "FlashAttention-4"),
-        (f"{peers[0][1]} plain and causal cases", "the same", "the same"),
-        peers,
-        strict=True,
-    ):
-        table.append([name, where, row[2], row[4]])
+    table, where = [["flashtile against", "where", "forward", "backward"]], ""
+    names = ("SDPA with FlashAttention-2", "SDPA with cuDNN", "FlashAttention-4", "the fastest of these")
+    for name, peers in zip(names, (*((peer,) for peer in PEERS), PEERS), strict=True):
+        cases, *cells = means(*_HOPPER[:2], peers, KEEP["plain"])
+        table.append([name, where or f"{cases} plain and causal cases", *cells])
+        where = "the same"
     blocks = ratio_table("masks")[1]
     table.append(["FlexAttention", f"block masks, {blocks[1]} cases", *blocks[2:]])
     biases = means("h100-features", "flashtile-auto", ("flex", "sdpa-efficient"), KEEP["bias"])
@@ -471,18 +464,18 @@ def on_a_cpu() -> list[list[str]]:
 
 
 def several_gpus() -> list[list[str]]:
-    found: dict[tuple[int, str], list[str]] = {}
+    found: dict[tuple[int, str], str] = {}
     for row in rows_of("h200x4-context-parallel"):
         alone = row["impl"] == "flashtile-one-gpu" or row["efficiency"] is None
-        if row["case"]["causal"]:
-            cell = f"{row['ms']:.1f}" + ("" if alone else f" ({row['efficiency']:.2f})")
-            found.setdefault((row["case"]["S"], row["impl"]), []).append(cell)
+        if row["case"]["causal"] and row["phase"] == "fwd+bwd":
+            cell = f"{row['ms']:,.1f}" + ("" if alone else f" ({row['efficiency']:.2f})")
+            found[row["case"]["S"], row["impl"]] = cell
     columns = ["flashtile-one-gpu", *(f"flashtile-{name}" for name in ("all_to_all", "all_gather", "ring"))]
     columns += ["torch-cp-allgather", "torch-cp-alltoall"]
     heading = ["one GPU", "`all_to_all`", "`all_gather`", "`ring`", "PyTorch, all-gather", "PyTorch, all-to-all"]
-    table = [["tokens, causal, four GPUs", *heading]]
+    table = [["tokens", *heading]]
     for length in sorted({length for length, _ in found}):
-        table.append([f"{length:,}", *(" / ".join(found.get((length, impl), ["–"])) for impl in columns)])
+        table.append([f"{length:,}", *(found.get((length, impl), "–") for impl in columns)])
     return table
 
 
