@@ -1,10 +1,10 @@
 """What the factory of operators makes (`ops/common/operators.py`), with the operation of docs/adding_an_operation.md: a
-temporary folder gets the files of the page."""
+temporary folder gets its files, which are in examples/operation."""
 
 import importlib
 import importlib.util
 import inspect
-import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,17 +21,17 @@ import flashtile.ops
 from flashtile.ops.common import operators
 from flashtile.testing import assert_same
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_an_operation.md"
-_FILE = re.compile(r'^```python title="([^"]*)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "operation"
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with the files of the page, where `flashtile.ops` finds them."""
+    """A folder with the files of the example, where `flashtile.ops` finds them."""
     folder = tmp_path_factory.mktemp("page")
-    for name, source in _FILE.findall(PAGE.read_text("utf-8")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(source, "utf-8")
+    for file in EXAMPLE.glob("*.py"):
+        place = folder / ("tests/ops/gate" if file.stem.startswith("test_") else "src/flashtile/ops/gate") / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
     flashtile.ops.__path__.append(str(folder / "src/flashtile/ops"))
     yield folder
     flashtile.ops.__path__.pop()
@@ -57,7 +57,7 @@ def _tests(files: Path) -> ModuleType:
     return module
 
 
-def test_the_tests_of_the_page_pass(files):
+def test_the_tests_of_the_example_pass(files):
     tests = _tests(files)
     functions = [each for name, each in inspect.getmembers(tests, inspect.isfunction) if name.startswith("test_")]
     assert len(functions) == 4
@@ -71,7 +71,7 @@ def test_the_tests_of_the_page_pass(files):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_kernels_of_the_page_run(dtype, files):
+def test_the_kernels_of_the_example_run(dtype, files):
     for shape in ((3, 1001), (0, 5)):
         _tests(files).test_backends(shape, dtype, "triton")
 

@@ -1,0 +1,67 @@
+"""The backend for GPUs: the kernels of the gate, and their launches. N = BLOCK_N elements of a tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile._backends.alignment import misalignment, power_of_two_factor
+from flashtile._backends.allocate import contiguous, layouts
+from flashtile._backends.launch import float32, int64, plan_cache, pointer_to
+from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile.ops.common.triton.functions import tanh
+from flashtile.ops.gate.spec import GateGradients, GateInputs, GateSpec, GateUpstream
+
+#: Elements of a tile: 16 for each thread of 4 warps, two loads of 16 bytes of a 16-bit tensor.
+_BLOCK_N = 2048
+
+
+@triton.jit
+def gate_forward_kernel(x_ptr, y_ptr, out_ptr, size, scale, BLOCK_N: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    x = tl.load(x_ptr + place, mask=place < size, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + place, mask=place < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (tanh(x * scale, True) * y).to(out_ptr.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def gate_backward_kernel(dout_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, size, scale, BLOCK_N: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    dout = tl.load(dout_ptr + place, mask=place < size, other=0.0).to(tl.float32)
+    gate = tanh(tl.load(x_ptr + place, mask=place < size, other=0.0).to(tl.float32) * scale, True)
+    y = tl.load(y_ptr + place, mask=place < size, other=0.0).to(tl.float32)
+    dx = dout * y * (1.0 - gate * gate) * scale
+    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=place < size)
+    tl.store(dy_ptr + place, (dout * gate).to(dy_ptr.dtype.element_ty), mask=place < size)
+
+
+def forward(inputs: GateInputs, spec: GateSpec) -> Tensor:
+    return forward_pipeline(inputs, spec).on(inputs)[0]
+
+
+def backward(given: GateUpstream, spec: GateSpec) -> GateGradients:
+    return GateGradients(*backward_pipeline(given, spec).on(given))
+
+
+def forward_pipeline(inputs: GateInputs, spec: GateSpec) -> Pipeline:
+    return _pipeline("forward", layouts(inputs), misalignment(*inputs), spec, inputs.x.device)
+
+
+def backward_pipeline(given: GateUpstream, spec: GateSpec) -> Pipeline:
+    return _pipeline("backward", layouts(given), misalignment(*given), spec, given.x.device)
+
+
+@plan_cache
+def _pipeline(step: str, tensors: Any, misalignment: int, spec: GateSpec, device: torch.device) -> Pipeline:
+    shape, _, dtype = tensors.x
+    tensor, size = pointer_to(dtype, power_of_two_factor(misalignment)), torch.Size(shape).numel()
+    names = ("x_ptr", "y_ptr", "out_ptr", "dout_ptr", "dx_ptr", "dy_ptr")
+    parameters = {**dict.fromkeys(names, tensor), "size": int64(size), "scale": float32(spec.scale)}
+    function = gate_forward_kernel if step == "forward" else gate_backward_kernel
+    kernel = Kernel(function, parameters, {"BLOCK_N": _BLOCK_N}, programs=-(-size // _BLOCK_N))
+    results = ("out",) if step == "forward" else ("dx", "dy")
+    return Pipeline(device, {step: kernel}, tensors, dict.fromkeys(results, contiguous(shape, dtype)))
