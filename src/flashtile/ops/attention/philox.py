@@ -193,8 +193,8 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: i
         ValueError: the seed has another shape, the probability is out of range, or a size is negative.
 
     Reference:
-        Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Philox. The contract has the
-        counters (docs/contract.md, "Dropout bits").
+        Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Philox. The module's
+        docstring has the counters.
     """
     check_dropout_seed(dropout_seed)
     for name, size in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k)):
