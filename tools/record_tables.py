@@ -173,7 +173,7 @@ _RATIOS: dict[str, tuple[str, Callable[..., list[str]], dict[str, tuple[Any, ...
         "head_dim 192, of v 128, 8,192 tokens": (*_HOPPER, KEEP["mla"]),
         "a window of 128 keys, head_dim 64": (*_HOPPER, KEEP["window"]),
         "packed: sequences of 30 to 10,035 tokens":
-            ("h200-attention-packed", "flashtile-hopper", ("fa4", "torch-varlen")),
+            ("h200-attention-packed", "flashtile-auto", ("fa4", "torch-varlen")),
     }),
     "portable": ("`triton` against", compared, {
         _NAMES[peer]: (*_PORTABLE, (peer,)) for peer in ("sdpa-flash", "flex", "sdpa-cudnn")
@@ -273,18 +273,18 @@ def values() -> list[list[str]]:
 
 
 def random_shapes() -> list[list[str]]:
-    common, odd = ("sdpa-cudnn", "fa4"), ("sdpa-flash", "sdpa-cudnn")
+    common, odd = ("sdpa-cudnn", "fa4"), ("sdpa-flash", "sdpa-cudnn", "torch-varlen")
     kinds = (
-        ("heads of 64 and 128 in bfloat16, full and causal, also grouped; cuDNN, FlashAttention-4", "random", common),
+        ("heads of 64 and 128 in bfloat16, full and causal, also grouped; cuDNN, FlashAttention-4",
+         "H200", "h200-random", common),
+        ("the same, of another seed", "H200", "h200-random-other", common),
+        ("the same as the first", "H100", "h100-random", common),
         ("heads of 32 to 256 in both 16-bit dtypes, dropout, packed, other keys; cuDNN, FlashAttention-2 and on the "
-         "H200 `varlen_attn`", "random-odd", (*odd, "torch-varlen")),
+         "H200 `varlen_attn`", "H200", "h200-random-odd", odd),
+        ("the same", "H100", "h100-random-odd", odd),
     )  # fmt: skip
     table = [["shapes drawn at random; peers", "GPU", *COMPARED]]
-    for name, record, peers in kinds:
-        for gpu in ("H200", "H100"):
-            table.append([name, gpu, *compared(f"{gpu.lower()}-{record}", "flashtile-auto", peers)])
-            name = "the same"
-    return table
+    return [*table, *([name, gpu, *compared(record, "flashtile-auto", peers)] for name, gpu, record, peers in kinds)]
 
 
 def function_ratios(phase: str, name: str, head_dim: int) -> Ratios:
