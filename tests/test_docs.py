@@ -125,20 +125,18 @@ def _tables(text):
 
 
 def test_what_was_tried_of_each_package_is_held_by_tests():
-    """Its files exist by the test above; they name the package, and try what it is said to raise."""
+    """Its files exist by the test above, and name the package."""
     section = (ROOT / "docs/integrations.md").read_text("utf-8").partition("## What was tried")[2]
     rows = _tables(section)[2:]
     assert len(rows) > 8
-    for package, version, works, raises, device, tests in rows:
+    for package, version, device, tests in rows:
         assert re.search(r"\d", version), package
-        assert works, package
         assert re.match(r"CPU|GPU", device), package
         files = re.findall(r"`(tests/[\w/]+\.py)`", tests)
         assert files, package
         source = "".join((ROOT / file).read_text("utf-8") for file in files)
         name = re.search(r"[\w.]+", package.removeprefix("PyTorch's "))[0]
         assert name.lower().removeprefix("torch.") in source.lower().replace("_", ""), package
-        assert not raises or re.search(r"pytest\.raises|refused", source), package
 
 
 def test_every_trainer_is_held_by_a_test():
@@ -282,7 +280,7 @@ def test_figures_in_the_text_are_those_of_the_records():
     forward, backward = (cell.split()[0] for cell in record_tables.readme_speeds()[1][2:])
     said = f"{forward} times as fast forward and {backward} times as fast backward"
     assert said in readme and said in start
-    longest = max(float(row[2]) for row in record_tables.values()[1:])
+    longest = max(float(row[column]) for row in record_tables.values()[1:] for column in (1, 3))
     assert f"at most {longest:.2f} times as long as on normal" in readme
     biases = record_tables.ratios(
         "h100-features", "bwd", "flashtile-auto", ("flex", "sdpa-efficient"), record_tables.KEEP["bias"]

@@ -256,19 +256,18 @@ def values() -> list[list[str]]:
 
         return f"{max(time(case) / time(case, values='normal') for case in group):.2f}"
 
-    heading = "longest time over that of normal values: flashtile"
-    table = [["dtype, head_dim, tokens", "cases", heading, "FlashAttention-4", "cuDNN", "speed over the fastest peer"]]
-    for dtype in ("bf16", "fp16"):
-        for head_dim, tokens in ((64, 8192), (128, 8192), (256, 8192), (64, 4096)):
+    table = [["head_dim, tokens", *(f"{dtype}: {what}" for dtype in ("bf16", "fp16") for what in ("time", "speed"))]]
+    for head_dim, tokens in ((64, 8192), (128, 8192), (256, 8192), (64, 4096)):
+        cells = [f"{head_dim}, {tokens:,}{', trained' if tokens == 4096 else ''}"]
+        for dtype in ("bf16", "fp16"):
 
             def keep(case: Case, wanted: tuple[Any, ...] = (dtype, head_dim, tokens)) -> bool:
                 return (case["dtype"], case["D"], case["S"]) == wanted
 
             group = [case for case in cases if keep(case)]
             speed = ratios("h200-values", FORWARD, "flashtile-hopper", ("fa4", "sdpa-cudnn", "sdpa-flash"), keep)
-            slowest = [longest(impl, group) for impl in ("flashtile-hopper", "fa4", "sdpa-cudnn")]
-            name = f"{dtype}, {head_dim}, {tokens:,}{', trained' if tokens == 4096 else ''}"
-            table.append([name, str(len(group)), *slowest, speed.full_cell])
+            cells += [longest("flashtile-hopper", group), speed.full_cell]
+        table.append(cells)
     return table
 
 
@@ -452,14 +451,18 @@ def on_a_cpu() -> list[list[str]]:
         ("masks, 512 tokens", "cpu-features", KEEP["mask"]),
         ("a bias with its gradient", "cpu-features", KEEP["bias"]),
     ]
-    table = [["on one core", "dtype", *MEANS]]
+    heading = (f"{label} {phase}" for label in _DTYPES.values() for phase in ("forward", "backward"))
+    table = [["on one core", "cases", *heading]]
     for name, record, keep in kinds:
-        for dtype, label in _DTYPES.items():
+        cells = [name, ""]
+        for dtype in _DTYPES:
 
             def wanted(case: Case, keep: Keep = keep, dtype: str = dtype) -> bool:
                 return case["dtype"] == dtype and keep(case)
 
-            table.append([name, label, *means(record, "flashtile-cpu", CPU_PEERS, wanted)])
+            cells[1], *found = means(record, "flashtile-cpu", CPU_PEERS, wanted)
+            cells += found
+        table.append(cells)
     return table
 
 
