@@ -13,7 +13,7 @@ from flashtile._backends.alignment import misalignment, power_of_two_factor
 from flashtile._backends.allocate import contiguous, layouts
 from flashtile._backends.launch import float32, int64, plan_cache, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile.ops.common.triton.functions import tanh
+from flashtile.ops.common.kernels import tanh
 from flashtile.ops.gate.spec import GateGradients, GateInputs, GateSpec, GateUpstream
 
 #: Elements of a tile: 16 for each thread of 4 warps, two loads of 16 bytes of a 16-bit tensor.

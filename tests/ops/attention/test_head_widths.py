@@ -1,7 +1,7 @@
 """Heads of q and k that differ in width from those of v: every pair of widths, on a GPU, against float64.
 
 ptxas 12.8 made wrong machine code for 24 of these pairs from an earlier form of the portable forward, in which v's tile
-was loaded after `q kᵀ` (`ops/common/triton/functions.py`). Every result of the others was right.
+was loaded after `q kᵀ` (`ops/common/kernels.py`). Every result of the others was right.
 """
 
 from dataclasses import replace

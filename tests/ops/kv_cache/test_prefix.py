@@ -17,9 +17,9 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import clear_plans, float32, int32, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper import cache_launch
+from flashtile.ops.common.kernels import tanh
 from flashtile.ops.common.split_keys import plan
 from flashtile.ops.common.split_keys.plan import Segments, SplitCall
-from flashtile.ops.common.triton.functions import tanh
 from flashtile.ops.kv_cache.hopper import backend
 from flashtile.ops.kv_cache.triton import launch, prefix
 from flashtile.testing import Size, assert_close

@@ -32,7 +32,7 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
-from flashtile.ops.common.triton.functions import tanh
+from flashtile.ops.common.kernels import tanh
 from flashtile.ops.cross_entropy.spec import (
     CrossEntropySpec,
     LossInputs,

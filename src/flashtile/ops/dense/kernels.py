@@ -25,8 +25,8 @@ from flashtile._backends.devices import DeviceFacts, device_facts, multiprocesso
 from flashtile._backends.launch import Parameter, int32, named_constants, plan_cache, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
+from flashtile.ops.common.kernels import reduce_partial
 from flashtile.ops.common.tiles import REDUCE, RowTile
-from flashtile.ops.common.triton.functions import reduce_partial
 from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)

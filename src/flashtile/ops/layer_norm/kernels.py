@@ -35,11 +35,10 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
+from flashtile.ops.common.kernels import kept_in_rows, load_dropout, reduce_partial
 from flashtile.ops.common.philox import keep_threshold
 from flashtile.ops.common.tiles import REDUCE, RowTile, row_tile
 from flashtile.ops.common.tiles import held_row_tile as forward_config
-from flashtile.ops.common.triton.functions import reduce_partial
-from flashtile.ops.common.triton.philox import kept_in_rows, load_dropout
 from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,

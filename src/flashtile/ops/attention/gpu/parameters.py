@@ -8,6 +8,7 @@ of `spec.SideInputs` is a field here, and a function of each backend applies it.
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.launch import Parameter, float32, int32, int64, pointer_to
+from flashtile._backends.launch import ABSENT, Parameter, float32, int32, int64, pointer_to
 from flashtile._backends.tma import row_strides
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
@@ -317,3 +318,38 @@ def contiguous_on_16_bytes(out: Tensor) -> Tensor:
     k, v and dout lie."""
     out = out.contiguous()
     return out.clone() if out.data_ptr() % 16 else out
+
+
+def captured_parameters(
+    captured: tuple[TensorFacts, ...], summed: tuple[bool, ...] = (), in_waves: bool = False
+) -> dict[str, Any]:
+    """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
+    and `captured_sums` of the addresses where gradients are added up, and with `in_waves` of the place of the wave.
+    `summed`: for which tensors."""
+    tensors = {f"tensor{number}": pointer_to(_stored(of.dtype)) for number, of in enumerate(captured)}
+    sizes: dict[str, Parameter] = {
+        f"size{number}_{dim}": (int64 if of.large else int32)(size)
+        for number, of in enumerate(captured)
+        for dim, size in enumerate(of.shape)
+    }
+    sums = {f"sum{number}": pointer_to(torch.float32 if wants else None) for number, wants in enumerate(summed)}
+    if in_waves:
+        sums["wave"] = pointer_to(torch.int32)
+    return {
+        "captured": _group("Captured", tensors) if tensors else ABSENT,
+        "captured_sizes": _group("CapturedSizes", sizes) if sizes else int32(None),
+        "captured_sums": _group("CapturedSums", sums) if sums else ABSENT,
+    }
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype is torch.bool else dtype
+
+
+def _group(name: str, fields: dict[str, Parameter]) -> tuple[Parameter, ...]:
+    return _group_class(name, tuple(fields))(*fields.values())
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_class(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)

@@ -17,7 +17,13 @@ from flashtile._backends.launch import float32, int32, int64, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.gpu.bias_gradient import attention_dbias_kernel
-from flashtile.ops.attention.gpu.parameters import dropout_numbers, side_parameters, stored, window_parameters
+from flashtile.ops.attention.gpu.parameters import (
+    captured_parameters,
+    dropout_numbers,
+    side_parameters,
+    stored,
+    window_parameters,
+)
 from flashtile.ops.attention.gpu.reductions import (
     BiasWork,
     bias_sum_kernel,
@@ -27,7 +33,7 @@ from flashtile.ops.attention.gpu.reductions import (
     without_shares,
 )
 from flashtile.ops.attention.gpu.schedule import key_tile_shares
-from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
+from flashtile.ops.attention.gpu.score_writer import score_bounds
 from flashtile.ops.attention.gpu.scores import slots_for, triton_derivative, triton_function
 from flashtile.ops.attention.gpu.tile_configs import (
     OWN_KEYS,

@@ -10,7 +10,10 @@ and `first_k` are where the tile begins. `captured` has the addresses of the ten
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -223,3 +226,17 @@ def tile_steps(text: str) -> int:
 
 def _source(name: str, arguments: str, lines: Sequence[str]) -> str:
     return f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def compiled(source: str, jit: Callable[..., Any], names: Mapping[str, Any]) -> Any:
+    """A function of a name of its own, because Triton tells functions that are constants apart by their names. `names`:
+    what its source uses, such as the language."""
+    source = source.strip()
+    name = f"{source[4 : source.index('(')]}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    source = f"@jit\ndef {name}{source[source.index('(') :]}"
+    filename = f"<flashtile {name}>"
+    # Triton and tracebacks read it there; without a time of change it stays.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = {**names, "jit": jit, "__name__": __name__}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[name]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.score_program import CAST, CONSTANT, INPUTS, LOAD, UPSTREAM, ScoreProgram, Step, is_value
 
 #: From, to: both are possible.
@@ -30,6 +31,12 @@ class ScoreBounds(NamedTuple):
     rows_q: int
     rows_k: int
     shapes: tuple[tuple[int, ...], ...]
+
+
+def score_bounds(call: Call) -> ScoreBounds:
+    """The bounds of a dense call whose tiles divide it."""
+    captured = tuple(of.shape for of in call.aux.captured)
+    return ScoreBounds(call.batch, call.heads, call.rows_q, call.rows_k, captured)
 
 
 def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, Range]:

@@ -24,12 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.ops.attention.gpu.score_functions import compiled
-from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, derivative_source, function_source
+from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, compiled, derivative_source, function_source
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.attention.gpu.tiles import LOG2_E
-from flashtile.ops.common.triton.functions import tanh
-from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
+from flashtile.ops.common.kernels import tanh
+from flashtile.ops.common.kernels import tanh as hyperbolic_tangent
 
 
 class Distance(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
-from flashtile.ops.attention.gpu.rows import first_row
 from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_class
 from flashtile.ops.attention.gpu.score_source import tile_values
 from flashtile.ops.attention.gpu.tile_tables import (
@@ -31,6 +30,7 @@ from flashtile.ops.attention.gpu.tile_tables import (
     RDNA,
     TENSOR_CORES,
     TileConfig,
+    first_row,
 )
 from flashtile.ops.attention.spec import out_dtype
 from flashtile.ops.common.tiles import tile_width

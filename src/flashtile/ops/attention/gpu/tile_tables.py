@@ -1,4 +1,4 @@
-"""The rows of tiles that `tile_configs` chooses from: one table per architecture and kind of call.
+"""The form of all tables of tiles, and those of the portable kernels: one per architecture and kind of call.
 
 Nothing is tuned on a user's machine. Rows of the Hopper tables were measured (`tools/tune_attention.py`, H200, bf16,
 4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); `Row.measured` has the reason. Rows of
@@ -8,9 +8,37 @@ it does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
-from flashtile.ops.attention.gpu.rows import Row
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Row(Generic[Config]):
+    """A row of a table. Its name is that of the table, with its widths.
+
+    Attributes:
+        head_dim, head_dim_v: of the widest heads that it holds.
+        config: how kernels are cut.
+        measured: the figures that justify it, beside those of the next best, in the units of the table; "" if it
+            follows from registers and shared memory.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    config: Config
+    measured: str = ""
+
+    def holds(self, head_dim: int, head_dim_v: int) -> bool:
+        """Whether it is for such heads."""
+        return head_dim <= self.head_dim and head_dim_v <= self.head_dim_v
+
+
+def first_row(rows: Iterable[Row[Config]], head_dim: int, head_dim_v: int) -> Config:
+    """The config of the first row that holds such heads."""
+    return next(row.config for row in rows if row.holds(head_dim, head_dim_v))
 
 
 class TileConfig(NamedTuple):

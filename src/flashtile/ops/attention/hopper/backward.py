@@ -41,8 +41,8 @@ from flashtile._backends.gluon import fence_async_shared, gl, gluon, tma_store_w
 from flashtile._backends.launch import ABSENT, int32, named_constants, optional, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.parameters import side_parameters
-from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
+from flashtile.ops.attention.gpu.parameters import captured_parameters, side_parameters
+from flashtile.ops.attention.gpu.score_writer import score_bounds
 from flashtile.ops.attention.hopper.backward_configs import has_function_derivative, separates_derivatives
 from flashtile.ops.attention.hopper.backward_dq import (
     BiasStores,

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.rows import Row, first_row
 from flashtile.ops.attention.gpu.score_source import adds_to_score
+from flashtile.ops.attention.gpu.tile_tables import Row, first_row
 from flashtile.ops.attention.hopper.configs import (
     BIAS_BYTES,
     CONSUMER_ROWS,

@@ -13,8 +13,8 @@ import torch
 
 from flashtile._backends.devices import triton_version
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.gpu.rows import Row, first_row
 from flashtile.ops.attention.gpu.score_source import reads_by_key, tile_values
+from flashtile.ops.attention.gpu.tile_tables import Row, first_row
 from flashtile.ops.attention.spec import FP8
 
 #: Widest head of q and k, and of v, and of 8-bit inputs.

@@ -37,8 +37,14 @@ from flashtile._backends.launch import int32, named_constants, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TmaTensor, broadcast_layout, row_layout
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.gpu.parameters import SideParameters, key_batch_strides, side_parameters, window_parameters
-from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
+from flashtile.ops.attention.gpu.parameters import (
+    SideParameters,
+    captured_parameters,
+    key_batch_strides,
+    side_parameters,
+    window_parameters,
+)
+from flashtile.ops.attention.gpu.score_writer import score_bounds
 from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
 from flashtile.ops.attention.hopper.cache_rows import make_loaded_rows
 from flashtile.ops.attention.hopper.configs import (

@@ -29,8 +29,13 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon, tma_load
 from flashtile._backends.launch import float32
-from flashtile.ops.attention.gpu.score_functions import compiled
-from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, function_source, reads_source, with_derivative_source
+from flashtile.ops.attention.gpu.score_source import (
+    SINE_SOURCE,
+    compiled,
+    function_source,
+    reads_source,
+    with_derivative_source,
+)
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.attention.hopper.primitives import M, matrix, number_places, read_number, write_number
 from flashtile.ops.attention.spec import AttentionSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.rows import Row, first_row
+from flashtile.ops.attention.gpu.tile_tables import Row, first_row
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, SHARED_MEMORY
 
 #: Rows and columns of a chunk, and the bytes of one of 16-bit numbers.

@@ -54,7 +54,7 @@ from flashtile.ops.attention.gpu.tiles import (
     valid_keys,
     visible_pairs,
 )
-from flashtile.ops.common.triton.functions import swizzles_differ
+from flashtile.ops.common.kernels import swizzles_differ
 
 
 @triton.jit

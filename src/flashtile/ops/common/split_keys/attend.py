@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.ops.common.kernels import swizzles_differ, tanh
 from flashtile.ops.common.split_keys.eight_bits import powers_of_two, split_pairs, widened
 from flashtile.ops.common.split_keys.rows import (
     packed_rows,
@@ -27,7 +28,6 @@ from flashtile.ops.common.split_keys.rows import (
     tile_pointers,
     tile_sequence,
 )
-from flashtile.ops.common.triton.functions import swizzles_differ, tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
