@@ -260,8 +260,7 @@ class BlockMask:
 
     @property
     def entries(self) -> int:
-        """Room for how many tiles the lists have: as many as are stored, unless the mask was built with
-        `max_partial_tiles`."""
+        """Tiles for which the lists have room: more than are stored if the mask was built with `max_partial_tiles`."""
         places = self._places
         return places.kinds - places.columns
 
@@ -353,10 +352,7 @@ class BlockMask:
         return from_bounds(grid, self.device, *self._source(grid.tile))
 
     def density(self) -> float:
-        """Share of all pairs that lies in the stored tiles: the work relative to dense attention.
-
-        Synchronises.
-        """
+        """Share of all pairs in the stored tiles: the work relative to dense attention. Synchronises."""
         pairs, cells = math.prod(self.shape), self._cells()
         stored = torch.where(cells < self._tiles, self.grid.pairs(cells), 0)
         return int(stored.sum()) / pairs if pairs else 0.0
@@ -489,8 +485,7 @@ def from_bounds(
     elements: Elements,
     max_partial_tiles: int | None = None,
 ) -> BlockMask:
-    """A mask from what is known of the tiles of a grid, and the elements of those in doubt; with `max_partial_tiles` as
-    in `BlockMask.from_predicate`."""
+    """A mask from what is known of the tiles of a grid, and the elements of those in doubt."""
     if max_partial_tiles is None:
         return BlockMask(grid.shape, grid.tile, *build(grid, device, bounds, elements))
     check_count("max_partial_tiles", max_partial_tiles, 0, "it is a number of tiles, or None")

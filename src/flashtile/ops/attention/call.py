@@ -1,8 +1,6 @@
 """The one description of a call: all that may decide which backend serves it, which kernels run, and how.
 
-A `Call` has no contents and no addresses of tensors, so it is hashable. A backend is chosen by it, launches are planned
-from it and found again by it, `explain` answers from it (`KernelChoice`), and tests compile the kernels of calls whose
-GPU is not there.
+A `Call` has no contents and no addresses of tensors, so it is hashable.
 
 No backend computes keys of a dense call that its band hides from every query: their contents, NaN included, have no
 effect, and no kernel loads them. A call over the other keys (`SeenCall`) is a part of the call: the sides of the window
@@ -244,8 +242,7 @@ class Call(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether all addresses and strides of q, k and v are multiples of 16 bytes, except for the last stride, which
-        is 1, and the strides of dimensions of one."""
+        """Whether all addresses and strides of q, k and v are multiples of 16 bytes, and the last stride is 1."""
         bits = 0
         for tensor in (self.q, self.k, self.v):
             bits |= tensor.misalignment
@@ -326,10 +323,7 @@ class Call(NamedTuple):
         return rows // block + self.batch + 1 if self.packed else -(-rows // block)
 
     def check_sizes(self) -> None:
-        """
-        Raises:
-            ValueError: there are more queries or keys than kernels count.
-        """
+        """Raises ValueError if there are more queries or keys than kernels count."""
         check_rows("q", self.rows_q, MAX_POSITIONS)
         check_rows("k", self.rows_k, MAX_POSITIONS)
 

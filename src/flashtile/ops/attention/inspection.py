@@ -240,12 +240,7 @@ _op = torch.ops.flashtile.attention_column_sums.default
 
 
 def run_column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, backend: str) -> Tensor:
-    """`[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the dtype of lse.
-
-    Raises:
-        ValueError: a gradient is wanted, or the backend cannot serve the call.
-        NotImplementedError: under `torch.func` transforms and in forward mode.
-    """
+    """As `attention_column_sums`, of side inputs and a spec."""
     tensors = (q, k, lse, *side_tensors(side))
     if dispatch.transformed():
         raise NotImplementedError(

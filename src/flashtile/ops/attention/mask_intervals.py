@@ -55,8 +55,8 @@ class _NotBoundedError(Exception):
 
 
 class _Range(NamedTuple):
-    """The least and the greatest value in each of some tiles: tensors that broadcast to `[rows, tiles_k]`; of an
-    argument that is a number, that number. They are one object where there is only one value."""
+    """The least and the greatest value in each of some tiles, `[rows, tiles_k]` or numbers; one object where they are
+    equal."""
 
     least: Any
     most: Any

@@ -101,8 +101,7 @@ _SINGLE_GRADIENTS = len(Gradients._fields) - 1
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, ...]:
-    """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse), or (out, lse, max_scores)
-    if the spec asks for it."""
+    """Runs the operator, recorded by autograd where a gradient is wanted: (out, lse), or (out, lse, max_scores)."""
     if dtensor.present(q, k, v, *side_tensors(side)):
         return _run_sharded(q, k, v, side, spec, backend)
     if dispatch.transformed():
@@ -208,8 +207,7 @@ def _run_forward(
 def run_unrecorded(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Runs the forward within another operator, where neither autograd nor the dispatcher has to see it. Returns (out,
-    lse)."""
+    """Runs the forward within another operator, which neither autograd nor the dispatcher has to see: (out, lse)."""
     out, lse = serve_forward(q, k, v, side, spec, backend, side.plain)
     return out, lse
 
@@ -420,10 +418,8 @@ def _backward_fake(*arguments):
 
 
 def _vmap_rule(op: Callable, first_side: int) -> Callable:
-    """Batching rule of a dense call: the mapped dimension joins the batch, the first dimension of every tensor.
-
-    `first_side`: where the side inputs begin among the arguments.
-    """
+    """Batching rule of a dense call: the mapped dimension joins the batch of every tensor. `first_side`: number of the
+    first side input."""
 
     def rule(info, in_dims, *arguments):
         side = SideInputs(*arguments[first_side : first_side + SIDE])

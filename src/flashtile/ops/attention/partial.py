@@ -1,9 +1,4 @@
-"""Attention in parts: a rectangle of the scores of a larger call, and the backward from given results.
-
-Whoever divides a call over devices or passes computes rectangles with `attention_part`, puts them together by their
-log-sum-exp (`flashtile.logsumexp_merge`), and gets each rectangle's gradients from the results of the whole with
-`attention_backward`: the weights `exp(score - lse)` of a rectangle need nothing of the other ones.
-"""
+"""Attention in parts: a rectangle of the scores of a larger call, and the backward from given results."""
 
 from __future__ import annotations
 
@@ -393,8 +388,7 @@ def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 
 
 class Rectangle(NamedTuple):
-    """The place of a part in a mask: pairs of a first number and a count. The numbers of batch entries and heads count
-    where the mask has more than one."""
+    """The place of a part in a mask: pairs of a first number and a count."""
 
     batch: tuple[int, int]
     heads: tuple[int, int]

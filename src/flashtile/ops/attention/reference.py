@@ -32,11 +32,7 @@ from flashtile.ops.common.rows import logsumexp
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """Attention of a dense or packed call. Shapes as in `flashtile.attention` and `attention_varlen`.
-
-    Returns:
-        (out, lse), or (out, lse, max_scores).
-    """
+    """Attention of a dense or packed call: (out, lse), or (out, lse, max_scores)."""
     if q.dtype is FP8:
         out, *statistics = forward(*dequantized(q, k, v, side), spec)
         return out.to(out_dtype(FP8)), *statistics
@@ -61,8 +57,8 @@ def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, want
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """The sum over queries of the weights `exp(score - lse)` of each key, `[batch, heads_q, seq_k]`, packed
-    `[heads_q, total_k]`, in the dtype of lse."""
+    """The sum over queries of each key's weights `exp(score - lse)`, `[batch, heads_q, seq_k]`, packed `[heads_q,
+    total_k]`."""
     if side.packed:
         return _column_sums_packed(q, k, lse, side, spec)
     return _column_sums_dense(q, k, lse, side, spec, 0)

@@ -1,8 +1,6 @@
-"""The attention weights of some rows, in PyTorch's own operations, for what needs the weights themselves.
-
-Nothing is changed in place, so autograd and `torch.func` go through, on any device. Memory and time are those of the
-rows that are asked for, times the keys. `flashtile.attention_probs` returns such weights; forward-mode differentiation
-makes them a few rows at a time.
+"""The attention weights of some rows, in PyTorch's own operations: `flashtile.attention_probs` returns such weights,
+and forward-mode differentiation makes them a few rows at a time. Nothing is changed in place, so autograd and
+`torch.func` go through. Memory and time are those of the rows times the keys.
 
 Shapes::
 
@@ -102,8 +100,7 @@ def weighted(weights: Tensor, values: Tensor, part: Part) -> Tensor:
 
 
 def _stacked(by_head: Tensor, part: Part) -> Tensor:
-    """`[B, H, R, X]` as `[B, Hkv, G·R, X]`. One operation: `unflatten` has no rule where one
-    tangent stands for several."""
+    """`[B, H, R, X]` as `[B, Hkv, G·R, X]`; `unflatten` has no batching rule."""
     batch, heads, rows, last = by_head.shape
     return by_head.reshape(batch, heads // part.group, part.group * rows, last)
 

@@ -1,8 +1,7 @@
 """A score function as side inputs and spec of a call: as the arguments that say the same, and as a program.
 
-Many functions say in other words what an argument says, and kernels serve arguments faster: TMA brings the tiles of a
-bias, ALiBi's distances cost two instructions, and all of their gradients have Hopper kernels, so a function is taken
-apart. A soft cap stands innermost, slopes and a bias are terms of the sum that is the result::
+Kernels serve arguments faster, so a function is taken apart. A soft cap stands innermost, slopes and a bias are terms
+of the sum that is the result::
 
     f(s) = softcap · tanh(s / softcap) - slope[b, h] · |i - j| + bias[b, h, i, j] + …
 
@@ -43,11 +42,8 @@ _SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 def add_score_mod(
     side: SideInputs, spec: AttentionSpec, q: Tensor, score_mod: Callable[..., Any] | ScoreFunction
 ) -> tuple[SideInputs, AttentionSpec]:
-    """Side inputs and spec of a call with a score function, whose other arguments they have already.
-
-    If a call can take all parts of the function that arguments say as well, it takes them as these.
-    Otherwise the function stays whole.
-    """
+    """Side inputs and spec of a call with a score function, beside its other arguments. The function is taken apart
+    only if the call can take all parts that arguments say as well."""
     function = resolve_score_mod(score_mod, q)
     if torch.compiler.is_compiling():
         return add_program(side, spec, function)
@@ -84,8 +80,8 @@ def check_derivative(side: SideInputs, spec: AttentionSpec, q: Tensor, k: Tensor
 def _taken_apart(
     parts: Parts, function: ScoreFunction, side: SideInputs, spec: AttentionSpec, q: Tensor, sizes: tuple[int, int]
 ) -> bool:
-    """Whether a call can take all parts: none of these arguments is given, and they mean what the function does.
-    `sizes`: batch entries, or sequences, and heads."""
+    """Whether none of the arguments is given that parts need, and they mean what the function does. `sizes`: batch
+    entries, or sequences, and heads."""
     if parts.softcap and spec.softcap:
         return False
     if parts.slopes is not None and (side.by_distance or not _counts_from_last(parts.slopes, side, spec)):
@@ -306,8 +302,7 @@ class _Expression:
         return found
 
     def extracted(self, name: str, replaced: dict[str, str]) -> tuple[str, tuple[int, ...]]:
-        """The text of the program of a value, with some values replaced by others; and which captured tensors it
-        reads."""
+        """The program of a value as text, with some values replaced, and the captured tensors that it reads."""
         builder = ProgramBuilder(self.program.steps, replaced=replaced)
         return self._finished(builder, builder.copied(name)[0])
 

@@ -1,15 +1,11 @@
 """A score function as a list of steps: what `score_mod` becomes before a backend sees it.
 
-A step is an elementwise operation of PyTorch on scalars, a constant, a cast, or a read of a captured tensor by
-indices. The list is canonical text as well (`ScoreProgram.text`), which is how it passes through operators, and the key
-under which kernels are found again. `score_tracing` makes programs from Python functions, and from programs their
-derivatives.
+A step is an elementwise operation of PyTorch on scalars, a constant, a cast, or a read of a captured tensor by indices.
+It names its arguments: `%score`, `%batch`, `%head`, `%q_index`, `%k_index`, in a derivative also `%upstream`, and `%0`,
+`%1`, ... for the results of earlier steps. `score_tracing` makes programs from Python functions.
 
-A step names its arguments: `%score`, `%batch`, `%head`, `%q_index`, `%k_index`, in a derivative also `%upstream`, and
-`%0`, `%1`, ... for the results of earlier steps.
-
-The steps are elementwise operations of PyTorch from one list. The text of a program is an argument of the operators.
-It travels in exported programs, so it may come from anywhere: what it names is looked up here and nowhere else.
+The list is canonical text as well (`ScoreProgram.text`), an argument of the operators and the key of kernels. It
+travels in exported programs, so it may come from anywhere: what it names is looked up here and nowhere else.
 """
 
 from __future__ import annotations
@@ -139,11 +135,8 @@ class ScoreFunction(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> ScoreProgram:
-    """The program of a text, which may come from anywhere: each step is checked.
-
-    Raises:
-        ValueError: it is no program of elementwise operations and reads of captured tensors.
-    """
+    """The program of a text, which may come from anywhere. Raises ValueError unless each step is an elementwise
+    operation or a read of a captured tensor."""
     try:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"expected at most {_MOST_CHARACTERS} characters, got {len(text)}")
@@ -214,13 +207,8 @@ def check_captured(text: str, captured: Sequence[Tensor]) -> None:
 
 
 class ProgramBuilder:
-    """New steps out of those of another program.
-
-    Attributes:
-        steps: the new ones.
-        captured: numbers of the captured tensors that they read, there, in the order in which they are numbered here.
-        names: what values of the other program are called here.
-    """
+    """New steps out of those of another program. `captured`: numbers there of the tensors that they read. `names`: what
+    values of the other program are called here."""
 
     def __init__(
         self, source: Sequence[Step], captured: Sequence[int] = (), replaced: Mapping[str, str] | None = None
@@ -436,11 +424,7 @@ def is_elementwise(func: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def operator(name: str) -> Callable[..., Any]:
-    """The overload that a step names, such as "aten.mul.Tensor".
-
-    Raises:
-        ValueError: no step may be that.
-    """
+    """The overload that a step names, such as "aten.mul.Tensor". Raises ValueError if no step may be that."""
     library, _, rest = name.partition(".")
     operation, _, overload = rest.partition(".")
     if library == "aten" and operation in _NAMES:
@@ -454,15 +438,8 @@ def operator(name: str) -> Callable[..., Any]:
 def check_operands(
     name: str, arguments: Sequence[Any], keywords: Sequence[tuple[str, Any]], values: Container[str]
 ) -> None:
-    """Refuses arguments that do not fit the signature of an operation.
-
-    Args:
-        name: of the overload.
-        values: the names of the values that are known before this step.
-
-    Raises:
-        ValueError: some do not fit, or there are too few or too many.
-    """
+    """Raises ValueError if arguments do not fit the signature of the overload `name`. `values`: names known before this
+    step."""
     signature = operator(name)._schema.arguments  # type: ignore[attr-defined]
     positional = [argument for argument in signature if not argument.kwarg_only]
     given = {argument.name: value for argument, value in zip(positional, arguments)}

@@ -1,8 +1,7 @@
 """Score functions in plain Python: traced into programs, and programs into their derivatives.
 
-The values that a Python function reads beside its arguments are found here too. Something that was made by calling a
-function, such as its traced steps or the mask that it describes, may be used again as long as all of them are as they
-were.
+What was made by calling a function (traced steps, a described mask) is used again as long as all values that the
+function reads beside its arguments are as they were.
 """
 
 from __future__ import annotations
@@ -170,12 +169,9 @@ class ScoreGradient(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -> ScoreGradient:
-    """The derivative of a program, from PyTorch's own derivatives of its operations. `dtype`: of the scores.
-    `of_score_alone`: nothing for captured tensors, but the result beside it.
-
-    Raises:
-        ValueError: PyTorch has none for an operation, or none in elementwise operations.
-    """
+    """The derivative of a program, from PyTorch's own derivatives of its operations; ValueError where it has none in
+    elementwise operations. `dtype`: of the scores. `of_score_alone`: nothing for captured tensors, but the result
+    beside it."""
     try:
         return _derivative(parse(text), dtype, of_score_alone)
     except (RefusedError, RuntimeError) as error:
@@ -236,12 +232,8 @@ _FIXED = (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverlo
 
 
 class Surroundings(NamedTuple):
-    """A function's results can depend on these beside its arguments.
-
-    Attributes:
-        key: equal where two functions do the same with tensors of the same numbers.
-        tensors: those within reach, in a fixed order.
-    """
+    """What a function's results can depend on beside its arguments: `tensors` within reach, in a fixed order, and a
+    `key` that is equal where two functions do the same with tensors of the same numbers."""
 
     key: tuple[Any, ...]
     tensors: tuple[Tensor, ...]

@@ -1,8 +1,5 @@
-"""The choice of a backend for a call, and running the call on it.
-
-`BACKENDS` asks the backends in its list. Forward and backward are chosen apart: (out, lse) mean the same in every
-backend, so that any backward can follow any forward.
-"""
+"""The choice of a backend for a call, and running the call on it. Forward and backward are chosen apart: (out, lse)
+mean the same in every backend."""
 
 from __future__ import annotations
 
@@ -66,8 +63,8 @@ REFERENCE = Backend(
 
 
 class AttentionBackends(Backends):
-    """Backends of attention. If one was asked for by name, and serves the forward of a call but not its backward,
-    another one computes the gradients."""
+    """Backends of attention. If the one asked for serves only the forward of a call, another one computes the
+    gradients."""
 
     def choose(self, call: Call) -> BackendChoice:
         if call.phase == "backward" and call.requested != "auto":
@@ -100,11 +97,8 @@ def implementation(
     backend: str,
     wanted: Wanted = NOTHING_WANTED,
 ) -> ModuleType:
-    """The module whose function `phase` serves a call. `wanted`: of a backward.
-
-    Raises:
-        ValueError: the backend asked for, or every one for "auto", cannot serve it.
-    """
+    """The module whose function `phase` serves a call; ValueError if the backend asked for, or every one, cannot.
+    `wanted`: of a backward."""
     return BACKENDS.implementation(describe_call(phase, (q, k, v), side, spec, backend, wanted))
 
 
@@ -118,8 +112,7 @@ def serve_forward(
     plain: bool,
     recorded: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v. `recorded`:
-    by autograd, so a backward follows."""
+    """Runs the forward. `plain`: no tensor beside q, k and v. `recorded`: by autograd, so a backward follows."""
     if not plain:
         checks.check_values(side, q.shape[0], k.shape[0])
     _check_program(side, spec)
@@ -136,8 +129,7 @@ def serve_forward(
 
 
 def owned(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The results of a forward, none of them a view to autograd, which refuses to change a view in place that an
-    autograd.Function returned. Nothing is copied."""
+    """The results, without views: autograd refuses to change a view in place that an autograd.Function returned."""
     return tuple(tensor.detach() if tensor._is_view() else tensor for tensor in results)
 
 
@@ -150,8 +142,8 @@ def _check_program(side: SideInputs, spec: AttentionSpec) -> None:
 def backward_plans(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, wanted: Wanted
 ) -> Sequence[Any]:
-    """The launches of the backward that follows a forward, where out has a gradient that is contiguous, and lse none;
-    none where no backend serves it or has such."""
+    """The launches of the backward that follows a forward if out has a contiguous gradient and lse none; may be
+    empty."""
     spec = spec._replace(returns_max_scores=False)
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
@@ -205,8 +197,7 @@ def read_as_given(spec: AttentionSpec, *tensors: Tensor) -> bool:
 
 
 def readable_side(side: SideInputs) -> SideInputs:
-    """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias, mask and
-    factors may have any strides."""
+    """Copies small side inputs that are not contiguous. Bias, mask and factors may have any strides."""
     copies: dict[str, Any] = {
         name: entry.contiguous()
         for name, entry in zip(SideInputs._fields, side)
@@ -222,16 +213,15 @@ def readable_side(side: SideInputs) -> SideInputs:
 def prepared_unmasked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
-    """A function that computes calls like this one, in which every query sees every key, for any number of keys; None
-    where the backend has none."""
+    """A function for calls like this one without a mask, for any number of keys; None where the backend has none."""
     module = implementation("forward", q, k, v, SideInputs(), spec, backend)
     prepare = prepared_function(module, "prepare_unmasked")
     return None if prepare is None or not lie_as_usual(q, k, v) else prepare(q, k, v, spec)
 
 
 def lie_as_usual(*tensors: Tensor) -> bool:
-    """Whether rows are contiguous, and on a GPU addresses multiples of 16 bytes. The choice of the backend then follows
-    from the layout."""
+    """Whether rows are contiguous, on a GPU at multiples of 16 bytes. The choice of the backend then follows from the
+    layout."""
     bits = 0
     for tensor in tensors:
         if tensor.stride(-1) != 1:
@@ -242,6 +232,6 @@ def lie_as_usual(*tensors: Tensor) -> bool:
 
 
 def prepared_function(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    """A function of a backend's module that decides once for calls that are alike; None where it has none, or where
-    each call is watched."""
+    """A function of a backend's module that decides once for calls that are alike; None without, or if calls are
+    watched."""
     return None if watch.watching() else getattr(module, name, None)

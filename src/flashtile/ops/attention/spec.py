@@ -260,8 +260,7 @@ def wanted_gradients(side: SideInputs) -> Wanted:
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of a backward beside the side inputs: upstream gradients, inputs and results of the forward. `dlse` is
-    None if no gradient comes through lse."""
+    """Inputs of a backward beside the side inputs. `dlse` is None if no gradient comes through lse."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -390,12 +389,8 @@ def saved_side(saved: Sequence[Tensor | None], max_seqlens: tuple[int, int]) -> 
 
 
 class AuxForm(NamedTuple):
-    """The form of a call's side inputs, without the tensors.
-
-    Attributes:
-        places: where each tensor of `Aux` is in `side_tensors`.
-        max_seqlens: as in `SideInputs`.
-    """
+    """A call's side inputs without the tensors: `places` of the tensors of `Aux` in `side_tensors`, and
+    `max_seqlens`."""
 
     places: tuple[int, ...]
     max_seqlens: tuple[int, int]

@@ -1,8 +1,7 @@
 """Lists of tiles: how a mask over pairs of query and key is cut into tiles, sorted into empty, full and partial ones.
 
-`Bounds` says of each tile whether a pair in it *may* be visible and whether all *surely* are. The elements of
-the tiles in doubt are made, some at a time, counted, and compared, so that memory grows with the result and not with
-the matrix.
+`Bounds` says of each tile what is surely known. The elements of tiles in doubt are made, some at a time, and compared,
+so that memory grows with the result and not with the matrix.
 """
 
 from __future__ import annotations
@@ -292,11 +291,9 @@ def _with_bits(lists: Sequence[Tensor], patterns: Tensor) -> Tensor:
 def build_with_room(
     grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements, room: int
 ) -> tuple[Tensor, Tensor]:
-    """As `build`, but no shape depends on what is visible, so nothing is read on the host.
-
-    The lists have room for all tiles of the grid, and `tile_masks` for `room` tiles, each with a pattern of its own.
-    More tiles in doubt than that are an error, on a GPU a failed assertion of the device.
-    """
+    """As `build`, but no shape depends on what is visible, so nothing is read on the host: the lists have room for all
+    tiles, and `tile_masks` for `room`, each with a pattern of its own. Having more in doubt is an error, on a GPU a
+    failed assertion."""
     if not grid.rows or not grid.tiles_k:
         return build(grid, device, bounds, elements)
     row, column = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.tiles_k, device=device)
@@ -330,8 +327,7 @@ def _check_room(doubtful: Tensor, room: int) -> None:
 
 
 def _listed(grid: Grid, table: Tensor) -> tuple[Tensor, ...]:
-    """The parts of `BlockMask.lists` up to the row order, from the kind of each tile `[rows, tiles_k]`, with room for
-    all tiles."""
+    """The parts of `BlockMask.lists` up to the row order, from the kind of each tile `[rows, tiles_k]`."""
     by_column = table.unflatten(0, (-1, grid.tiles_q)).transpose(1, 2).flatten(0, 1)  # [columns, tiles_q]
     rank = (table != EMPTY).cumsum(1) - 1
     ranks = rank.unflatten(0, (-1, grid.tiles_q)).transpose(1, 2).flatten(0, 1)

@@ -1,8 +1,6 @@
-"""The CPU backend: PyTorch's own flash attention where it computes the same, tiles in PyTorch for all other calls.
-
-Calls that are `served_by_torch` are rectangles of scores by PyTorch's kernel, put together (`torch_parts`). A result
-that cannot be told from a wrong one is none: the call is computed by tiles then. Letters as in `tiles`.
-"""
+"""The CPU backend: PyTorch's own flash attention where it computes the same (`served_by_torch`, in rectangles:
+`torch_parts`), tiles in PyTorch for all other calls, and where PyTorch's result may be a wrong one. Letters:
+`tiles`."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ __all__ = ["backward", "column_sums", "forward", "prepare_unmasked"]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """(out, lse), or (out, lse, max_scores), of a call on the CPU; shapes as in `flashtile.attention` and
-    `attention_varlen`."""
+    """(out, lse), or (out, lse, max_scores), of a call on the CPU."""
     if q.dtype is FP8:
         out, *statistics = forward(*dequantized(q, k, v, side), spec)
         return out.to(out_dtype(FP8)), *statistics
@@ -59,9 +56,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 def prepare_unmasked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
-    """A function that computes the forward of calls like this one without any mask, for any number of keys; None where
-    that would not be PyTorch's flash attention. The function returns None for a result that it cannot tell from a wrong
-    one."""
+    """A function that computes the forward of calls like this one without a mask, for any number of keys; it returns
+    None for a result that may be wrong. None unless PyTorch's flash attention serves them."""
     if not served_by_torch(spec, SideInputs(), q.shape, k.shape, v.shape, q.dtype)[0]:
         return None
     return functools.partial(_forward_unmasked, scale=spec.scale)
@@ -135,8 +131,8 @@ def _empty_statistics(q: Tensor) -> Statistics:
 
 
 def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> bool | None:
-    """Whether a call is one causal rectangle (True), one in which every row sees every key (False), or neither (None).
-    The commonest calls are one: this saves them the work of finding out."""
+    """Whether a call is one causal rectangle (True), a full one (False), or neither (None): a shorter way for most
+    calls."""
     if side.packed or side.key_lengths is not None or side.changes_scores:
         return None
     _, left, right, top_left, *_ = spec
@@ -151,8 +147,7 @@ def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int
 def _backward_by_torch(
     given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
 ) -> Gradients | None:
-    """The gradients of a call that is `served_by_torch`, without a gradient of lse; None as in
-    `_forward_by_torch`."""
+    """The gradients of a call that is `served_by_torch`, without a gradient of lse; None where they may be wrong."""
     causal = _one_rectangle(side, spec, given.q.shape[-3], given.k.shape[-3])
     if causal is not None:
         dq, dk, dv = (t.contiguous() for t in gradients(given, causal, spec.scale))

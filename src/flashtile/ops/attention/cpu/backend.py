@@ -37,14 +37,8 @@ def served_by_torch(
     dtype: torch.dtype,
     wanted: Wanted | None = None,
 ) -> tuple[bool, str]:
-    """Whether PyTorch's CPU flash attention computes a call on the CPU backend.
-
-    Args:
-        wanted: of a backward without a gradient of lse; None = a forward.
-
-    Returns:
-        (served, reason). A backward that has a gradient of lse goes through the tiles in any case.
-    """
+    """(whether PyTorch's CPU flash attention computes a call, why). `wanted`: of a backward without a gradient of
+    lse."""
     reason = _unsupported_reason(spec, side, q_shape, k_shape, v_shape)
     if reason is None:
         reason = _slow_reason(dtype) if wanted is None else _backward_reason(dtype, wanted)
@@ -127,8 +121,8 @@ def emulates_bfloat16() -> bool:
 
 @functools.cache
 def packs_16_bits() -> bool:
-    """Whether PyTorch's kernel packs keys and values in 16 bits, for AMX. Elsewhere it multiplies them where they lie,
-    a single row element after element."""
+    """Whether PyTorch's kernel packs 16-bit keys and values for AMX; else it multiplies a single row element by
+    element."""
     return torch.cpu._is_amx_tile_supported()
 
 

@@ -204,8 +204,8 @@ def distances(diagonals: Tensor, keys: range | KeyTile) -> Tensor:
 
 
 def raised_to_near(diagonal: int, rows: range, keys: int, slopes: Tensor) -> Tensor | None:
-    """By how much scores relative to `near_diagonals` are larger, `slopes · distance` for slopes `[..., 1, 1]`:
-    `[..., R, 1]`; None if they are not."""
+    """By how much scores relative to `near_diagonals` are larger, `[..., R, 1]` for slopes `[..., 1, 1]`; None if
+    not."""
     apart = diagonals(diagonal, rows, slopes.dtype)
     apart.sub_(near_diagonals(diagonal, rows, keys, slopes.dtype)).abs_()
     return slopes * apart[:, None] if apart.any() else None
@@ -223,17 +223,15 @@ def raised_rows(block: Block, rows: range, modifiers: Modifiers | None) -> Tenso
 
 
 def call_tile_mask(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
-    """The block mask of a call; its kinds are `[batch | 1, heads | 1, tiles_q, tiles_k]`, of which blocks take views.
-
-    The table and the patterns are made here, so once for each call and not for each block.
-    """
+    """The block mask of a call, made once; its kinds are `[batch | 1, heads | 1, tiles_q, tiles_k]`, of which blocks
+    take views."""
     mask = call_mask(side, spec)
     return None if mask is None else TileMask(mask.kind_table(), mask.masks_with_ends().bool())
 
 
 def is_scattered(mask: TileMask | None) -> bool:
-    """Whether a block mask leaves so many small tiles empty that they are faster than large ones, which take two thirds
-    of the time for each score."""
+    """Whether a block mask leaves so many small tiles empty that they beat large ones, which take 2/3 of the time per
+    score."""
     if mask is None or not mask.kinds.numel():
         return False
     shown = (mask.kinds != len(mask.patterns) - 2).flatten(0, -3).any(dim=0, keepdim=True).float()
@@ -277,12 +275,8 @@ def row_logits(block: Block, side: SideInputs) -> Tensor | None:
 
 
 class SideGradients:
-    """The gradients of side inputs, summed over the tiles of all blocks.
-
-    Attributes:
-        bias, alibi_slopes, sinks: in the compute dtype and the shape of the input; None for what is not wanted.
-        captured: the same of each tensor that the score function reads.
-    """
+    """The gradients of side inputs, summed over the tiles of all blocks, in the compute dtype; None for what is not
+    wanted."""
 
     def __init__(self, side: SideInputs, wanted: Wanted, dtype: torch.dtype) -> None:
         self.bias, self.alibi_slopes, self.sinks = (
@@ -313,8 +307,8 @@ class SideGradients:
         self, dscores: Tensor, weights: Tensor, block: Block, rows: range, modifiers: Modifiers, to: Derivatives,
         factor: float,
     ) -> None:  # fmt: skip
-        """Makes the gradient of the scores as `modify` gave them that of the ones it got, in place, and takes in that
-        of the captured tensors. `weights`: of the tile."""
+        """Makes the gradient of scores behind `modify` that of the scores before it, in place; adds that of captured
+        tensors."""
         if modifiers.function is not None and to.inputs is not None:
             by_head = split_heads(dscores, block, rows)
             gradient = derivative(modifiers.function.text, dscores.dtype)

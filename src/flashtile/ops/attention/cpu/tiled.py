@@ -1,7 +1,7 @@
 """Attention by tiles in PyTorch: online softmax forward, recomputing backward, memory linear in the sequence length.
 
-One thread of Python walks over the tiles in a fixed order, so the results are deterministic; PyTorch's own threads
-work inside the tiles. Shapes are named in `tiles`. Reference: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
+One Python thread walks over the tiles in a fixed order, so results are deterministic. Shapes are named in `tiles`.
+Reference: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def backward(given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wante
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """The sum over queries of the weights of each key, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the
-    dtype of lse."""
+    """The sum over queries of each key's weights, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the dtype
+    of lse."""
     if side.packed:
         q, k, lse = q[None], k[None], lse[None]
     sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
@@ -73,11 +73,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
 
 
 class _BlockScores(NamedTuple):
-    """The parts of the scores of a block.
-
-    Attributes:
-        k: `[N, S, D]`, in the compute dtype.
-    """
+    """The parts of the scores of a block. `k`: `[N, S, D]`, in the compute dtype."""
 
     block: Block
     modifiers: Modifiers | None
@@ -173,8 +169,8 @@ class _OnlineSoftmax:
         tiles.add_product(self.weighted.mul_(decay), weights, v_tile, scratch.products)
 
     def finish(self, dropout_p: float) -> tuple[Tensor, ...]:
-        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, and the largest scores likewise if asked for. If no key was
-        visible, out is 0 and the others are -inf."""
+        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, and the largest scores if asked for. Without a visible key: 0, -inf,
+        -inf."""
         lse = self.row_sum.log2().add_(self.row_max).mul_(LN2)
         # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
         lse = torch.where(self.row_max == float("inf"), self.row_max, lse)

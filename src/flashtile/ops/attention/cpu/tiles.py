@@ -126,7 +126,7 @@ class KeyTile(NamedTuple):
 
 
 def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
-    """The segments of a call that have queries, and keys or a logit without one. q, k `[B, S, H, D]`; B = 1 in a packed
+    """The segments of a call with queries, and keys or a logit without one. q, k `[B, S, H, D]`; B = 1 in a packed
     call."""
     if side.packed:
         yield from _packed_segments(side, spec)
@@ -236,8 +236,7 @@ def are_finite(*tensors: Tensor) -> bool:
 
 
 def visible_key_tiles(rows: range, visible: Band, tile_keys: int, whole: bool = False) -> Iterator[KeyTile]:
-    """The key tiles in which any of `rows` sees a key, in ascending order. The only place that enumerates them.
-    `whole`: as in `Block`."""
+    """The key tiles in which any of `rows` sees a key, in ascending order. `whole`: as in `Block`."""
     seen = seen_by(rows, visible)
     if not seen:
         return
@@ -253,16 +252,8 @@ def visible_key_tiles(rows: range, visible: Band, tile_keys: int, whole: bool = 
 
 
 def score_tile(keys: KeyTile, q_tile: Tensor, k_matrices: Tensor, scratch: Tensor) -> Tensor:
-    """The scores of one tile, times log₂e, before anything changes or hides them.
-
-    Args:
-        q_tile: `[N, G·R, D]`, multiplied by scale · log₂e.
-        k_matrices: `[N, S, D]`.
-        scratch: flat memory for the scores.
-
-    Returns:
-        `[N, G·R, C]` in `scratch`.
-    """
+    """The scores of one tile, `[N, G·R, C]` times log₂e in `scratch`, before anything changes or hides them. `q_tile`:
+    `[N, G·R, D]`, multiplied by scale · log₂e. `k_matrices`: `[N, S, D]`."""
     return product(q_tile, k_matrices[:, keys.start : keys.stop].transpose(1, 2), scratch)
 
 
@@ -281,8 +272,7 @@ def mask_band(scores: Tensor, block: Block, rows: range, keys: KeyTile) -> None:
 
 
 def hide(scores: Tensor, shown: Tensor) -> None:
-    """Puts -inf where `shown`, bool that broadcasts to the scores, is False. In integers, because PyTorch's
-    `masked_fill_` goes element by element."""
+    """Puts -inf where `shown` is False, in integers: PyTorch's `masked_fill_` goes element by element."""
     number, minus_infinity = (torch.int64, -(2**52)) if scores.dtype is torch.float64 else (torch.int32, -(2**23))
     kept = shown.to(number).neg_()  # all bits or none
     scores.view(number).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(minus_infinity))
@@ -305,8 +295,8 @@ def hidden(rows: range, columns: range, visible: Band) -> Tensor:
 
 
 def keep_weights(block: Block, rows: range, keys: KeyTile, spec: AttentionSpec, scratch: Scratch) -> Tensor | None:
-    """Weights of a tile that dropout keeps: 1 or 0, `[N, G·R, C]` in the compute dtype, by which PyTorch multiplies
-    faster than by bool; None without dropout."""
+    """1 where dropout keeps a weight, else 0, `[N, G·R, C]` in the compute dtype, a faster factor than bool; None
+    without."""
     if not spec.dropout_p:
         return None
     assert block.dropout_words is not None
@@ -372,8 +362,8 @@ def make_scratch(block: Block, q: Tensor, v: Tensor) -> Scratch:
 
 
 def _dropout_scratch_size(block: Block) -> int:
-    """Numbers for the dropout bits of as many matrices of a tile as are made together, at least of one, wherever in
-    groups of 16 rows and columns it begins."""
+    """Numbers for the dropout bits of the matrices of a tile that are made together, wherever in groups of 16 it
+    begins."""
     of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))
     return max(_DROPOUT_NUMBERS_PER_THREAD * torch.get_num_threads(), of_a_tile)
 

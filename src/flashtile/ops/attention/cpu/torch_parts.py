@@ -155,8 +155,8 @@ def _at(tensor: Tensor, dimension: int, index: slice) -> Tensor:
 
 
 def row_parts(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[list[Part]]:
-    """The rectangles in which something is visible, q `[B, S, H, D]` and k `[B, S, Hkv, D]`; B = 1 in a packed call.
-    Parts of a list have the same rows and heads, and together all keys that these see."""
+    """Lists of rectangles of q `[B, S, H, D]` and k `[B, S, Hkv, D]` in which something is visible: of the same rows
+    and heads, with all keys that these see. B = 1 in a packed call."""
     heads, heads_kv = q.shape[2], k.shape[2]
     for segment in segments(q, k, side, spec):
         changes = _segment_changes(segment, q.dtype, side, spec)
@@ -173,8 +173,7 @@ def row_parts(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> It
 
 
 def rectangles(segment: Segment) -> Iterator[Rectangle]:
-    """The rectangles of a segment without a window in which something is visible. At most two, which differ in their
-    keys only."""
+    """The visible rectangles of a segment without a window: at most two, which differ in their keys only."""
     lowest, highest, last = segment.visible
     first_row, start, stop = 0, 0, last
     count = segment.rows.stop - segment.rows.start
@@ -301,12 +300,8 @@ class Statistics(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, table: Tensor | None = None
 ) -> Statistics | None:
-    """The result of a rectangle, q `[b, R, H, D]`, k and v `[b, C, Hkv, D]`; None where it may be wrong.
-
-    Args:
-        causal: row `i` sees the keys up to `i`; otherwise every row sees every key.
-        table: what is added to the scores, `[b | 1, H | 1, R | 1, C | 1]`; -inf hides.
-    """
+    """The result of a rectangle, q `[b, R, H, D]`, k and v `[b, C, Hkv, D]`; None where it may be wrong. Arguments:
+    `Part`."""
     group = q.shape[2] // k.shape[2]
     rows = q.shape[1]
     stacked = not causal and (rows == 1 or (group > 1 and rows <= _MOST_STACKED_QUERIES and table is None))
@@ -452,8 +447,8 @@ def gradients(
 
 
 def _by_head(tensor: Tensor, reread: bool) -> Tensor:
-    """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. If several query heads read a key/value head in turn, a copy whose rows
-    lie side by side saves a tenth of the time, unless PyTorch's kernel packs the rows itself."""
+    """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. A copy saves a tenth of the time if a head is reread, unless PyTorch's
+    kernel packs rows."""
     heads_first = tensor.transpose(1, 2)
     copied = reread and (tensor.itemsize > 2 or not backend.packs_16_bits())
     return heads_first.contiguous() if copied else heads_first

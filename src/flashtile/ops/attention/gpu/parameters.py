@@ -1,9 +1,7 @@
 """Parameters that all GPU kernels have in common: the side inputs as kernels take them, and windows.
 
-Kernels take the side inputs as three NamedTuples, which they pass on whole. `SidePointers` are the addresses, of which
-each launch is given its own. `SideNumbers` is what a plan knows of them: strides, ends and places. `CallConstants` are
-constants. A field that a call does not have is None in the kernel, and no instruction is left of it. A new side input
-of `spec.SideInputs` is a field here, and a function of each backend applies it.
+Kernels take the side inputs as three NamedTuples: `SidePointers` (addresses), `SideNumbers` (what a plan knows) and
+`CallConstants`. A field that a call does not have is None in the kernel, and no instruction is left of it.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ class TableNumbers(NamedTuple):
 
 
 class BlockNumbers(NamedTuple):
-    """Offsets of a kernel's part of a block mask's lists: where its lines, tiles, kinds and bits begin, how far a batch
-    entry and a head lead, and where the order of rows begins."""
+    """A kernel's part of a block mask's lists: where lines, tiles, kinds, bits and the order of rows begin, and how far
+    a batch entry and a head lead."""
 
     offsets: Any
     tiles: Any
@@ -136,8 +134,7 @@ class SideParameters(NamedTuple):
 
 
 def aux_buffers(call: Call) -> tuple[str, ...]:
-    """The names of the tensors beside q, k and v, as buffers of a pipeline, which is given the addresses of those that
-    there are."""
+    """The names of the tensors beside q, k and v that there are, as buffers of a pipeline."""
     single = (name for name, of in zip(AuxFacts._fields, call.aux) if isinstance(of, TensorFacts))
     return *single, *(f"tensor{number}" for number in range(len(call.aux.captured)))
 
@@ -299,12 +296,8 @@ def key_batch_strides(call: Call) -> dict[str, Parameter]:
 
 
 def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
-    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
-
-    Returns:
-        A contiguous copy of q, the spec, and the factor that leads from the gradient of that q to the gradient of the
-        given one.
-    """
+    """Kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q. Returns
+    a contiguous copy of q, the spec, and the factor from the gradient of that q to the gradient of the given one."""
     if not spec.scale:
         return torch.zeros_like(q, memory_format=torch.contiguous_format), spec._replace(scale=1.0), 0
     negative = (q.view(torch.uint8) ^ 0x80).view(FP8) if q.dtype is FP8 else -q
@@ -314,8 +307,7 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
 
 
 def contiguous_on_16_bytes(out: Tensor) -> Tensor:
-    """An out that every kernel can read, wherever it lay. On Hopper they are compiled for that, elsewhere for where q,
-    k, v and dout lie."""
+    """An out that every kernel can read; on Hopper they are compiled for multiples of 16 bytes."""
     out = out.contiguous()
     return out.clone() if out.data_ptr() % 16 else out
 
@@ -323,9 +315,8 @@ def contiguous_on_16_bytes(out: Tensor) -> Tensor:
 def captured_parameters(
     captured: tuple[TensorFacts, ...], summed: tuple[bool, ...] = (), in_waves: bool = False
 ) -> dict[str, Any]:
-    """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
-    and `captured_sums` of the addresses where gradients are added up, and with `in_waves` of the place of the wave.
-    `summed`: for which tensors."""
+    """Parameters of what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`, and
+    `captured_sums`, where gradients of the `summed` tensors are added up, with `in_waves` and the place of the wave."""
     tensors = {f"tensor{number}": pointer_to(_stored(of.dtype)) for number, of in enumerate(captured)}
     sizes: dict[str, Parameter] = {
         f"size{number}_{dim}": (int64 if of.large else int32)(size)

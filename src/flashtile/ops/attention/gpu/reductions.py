@@ -1,7 +1,5 @@
 """Sums that follow a backward kernel: dk and dv of several shares, gradients of a bias in parts, of slopes and sinks.
-
-Both GPU backends store partial gradients and add them up in a fixed order.
-"""
+Both GPU backends store partial gradients and add them up in a fixed order."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ def _add_up(
 
 @triton.jit
 def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the parts, float32 `[parts, size]`, in a fixed order, and stores the sum in the bias's dtype. A program
-    has `BLOCK` numbers, and reads `PARTS` parts at a time."""
+    """Adds up float32 `[parts, size]` in a fixed order, into the bias's dtype: `BLOCK` numbers of `PARTS` parts at a
+    time."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros((PARTS, BLOCK), tl.float32)
@@ -147,8 +145,8 @@ class BiasWork(NamedTuple):
 
 
 class WorkNumbers(NamedTuple):
-    """The cut of one call in its kernel: the sizes of the bias, and the fields of `BiasWork`. `sharing` is in 64 bits
-    where the loop counts past 32."""
+    """Sizes of the bias, and the fields of `BiasWork`, for a kernel. `sharing` is in 64 bits if the loop counts past
+    32."""
 
     batch: Any
     heads: Any
@@ -319,8 +317,8 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:
-    """The gradient of ALiBi's slopes, from minus what each row or each key adds to it: `[batch, heads_q, rows]`, packed
-    `[heads_q, rows]`, where `cu_seqlens` has the offsets of the sequences among these rows."""
+    """The gradient of ALiBi's slopes from minus each row's or key's part, `[batch, heads_q, rows]`, packed `[heads_q,
+    rows]` with offsets `cu_seqlens`."""
     if cu_seqlens is None:
         by_sequence = slope_sums.sum(-1)
     elif side.slope_dims == 1:

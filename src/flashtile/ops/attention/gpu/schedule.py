@@ -56,13 +56,12 @@ def choose_shares(
     multiprocessors: int,
     walks_done: Callable[[int], float] = lambda shares: 0,
 ) -> int:
-    """Into how many shares the query heads of a key/value head are divided in the kernel of dk and dv, each with a walk
-    of its own over them: so many that there is work for all multiprocessors until the end. dk and dv are then sums of
-    as many parts.
+    """Into how many shares the query heads of a key/value head are divided in the kernel of dk and dv, so that there is
+    work for all multiprocessors until the end. dk and dv are then sums of as many parts.
 
     Args:
         group: query heads of a key/value head.
-        walks: key tiles of all key/value heads, each of which is a walk over the query tiles of its group.
+        walks: key tiles of all key/value heads, each a walk over the query tiles of its group.
         query_tiles: of one head that a walk visits at most (`longest_walk`).
         uneven: walks may be of different lengths.
         walks_done: of so many shares, about how many walks are done when the longest one of the last lines begins.
@@ -89,14 +88,8 @@ def key_tile_shares(call: Call, block_m: int, block_n: int, uneven: bool) -> int
 
 
 def choose_parts(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
-    """Into how many parts the queries of each walk are divided, where walks are few, or where the last round of them
-    would leave most of a GPU without work. dk and dv are then sums of as many parts.
-
-    Args:
-        walks: key tiles of all key/value heads, or of shares of their query heads.
-        query_tiles: of one head, all of which a walk visits.
-        group: query heads of a walk.
-    """
+    """Into how many parts the queries of each walk are divided, if walks are few, or the last round of them is small.
+    dk and dv are then sums of as many parts. Arguments as in `choose_shares`; `walks` may be of shares."""
 
     def time(parts: int) -> int:
         """In steps, about."""

@@ -78,8 +78,8 @@ def function_source(text: str, bounds: ScoreBounds | None = None, reads_before: 
 
 @functools.lru_cache(maxsize=1024)
 def with_derivative_source(text: str, bounds: ScoreBounds | None = None) -> str:
-    """`score_and_derivative(..., sizes, reads)`: the new scores of `function_source`, and their derivatives by the
-    score. `reads`: what `reads_source` returns."""
+    """`score_and_derivative(..., sizes, reads)`: the scores of `function_source`, and their derivatives by the
+    score."""
     gradient = derivative(text, torch.float32, of_score_alone=True)
     assert gradient.result is not None
     writer = ScoreWriter(gradient.program, bounds, gradient.program.early_loads)
@@ -177,8 +177,8 @@ def _ordered(total: str, offset: str, inside: str, by_row: bool) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
-    """The dtypes of what a function reads of captured tensors for each score, as a bias is read. Triton loads those
-    tiles ahead into shared memory too. Entries of a row or a column alone are few."""
+    """The dtypes of what a function reads for each score, tiles that Triton loads ahead into shared memory as it does a
+    bias."""
     if text is None:
         return ()
     program = parse(text)
@@ -229,8 +229,7 @@ def _source(name: str, arguments: str, lines: Sequence[str]) -> str:
 
 
 def compiled(source: str, jit: Callable[..., Any], names: Mapping[str, Any]) -> Any:
-    """A function of a name of its own, because Triton tells functions that are constants apart by their names. `names`:
-    what its source uses, such as the language."""
+    """A function of a name of its own: Triton tells constant functions apart by name. `names`: what its source uses."""
     source = source.strip()
     name = f"{source[4 : source.index('(')]}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     source = f"@jit\ndef {name}{source[source.index('(') :]}"

@@ -1,8 +1,5 @@
-"""Writes the steps of a score program as lines of Triton source, which is Gluon source too.
-
-Strings only: no Triton here. `score_source` says what `tl`, `constant`, `hyperbolic_tangent` and `sine` are in them.
-Reads that stay within their tensors need no checks, so the ranges of a program's integers are found first.
-"""
+"""Writes the steps of a score program as lines of Triton source, which is Gluon source too. Strings only: no Triton
+here. Reads that stay within their tensors need no checks, so the ranges of a program's integers are found first."""
 
 from __future__ import annotations
 
@@ -208,8 +205,8 @@ class ScoreWriter:
         )
 
     def _offsets(self, captured: int, indices: Sequence[str]) -> list[str]:
-        """Parts of the offset of an entry in 64 bits: first what all scores of the tile share, then what its rows or
-        columns do. A thread therefore has an address for each of its rows, and constants for what lies beside."""
+        """Parts of the offset of an entry in 64 bits: what all scores of the tile share, then what its rows or columns
+        do. A thread then has an address for each row, and constants beside it."""
         parts: dict[int, list[str]] = {}
         for dim, index in enumerate(indices):
             strides = [f" * sizes.size{captured}_{after}" for after in range(dim + 1, len(indices))]
@@ -219,8 +216,8 @@ class ScoreWriter:
         return ["".join(f" {each}" for each in parts[shared]) for shared in sorted(parts)]
 
     def _summands(self, value: str) -> list[tuple[str, str]]:
-        """Values whose sum, with these signs, an index is: as many as it takes until each belongs to rows, columns, or
-        neither. A sum of more than `_MOST_SUMMANDS` stays whole from there on."""
+        """Values whose signed sum an index is, cut until each belongs to rows, columns, or neither; at most
+        `_MOST_SUMMANDS`."""
         found: list[tuple[str, str]] = []
         rest = [("+", value)]
         while rest:

@@ -39,12 +39,8 @@ class Distance(NamedTuple):
 
 
 class ScoreFunction(NamedTuple):
-    """Inputs of a user's function of scores. The function itself is a constant, which no tuple can hold.
-
-    Attributes:
-        captured, sizes: addresses and sizes of the tensors; None without any.
-        sums: where their gradients are added up; None where that is another kernel's task.
-    """
+    """Addresses and sizes of the tensors that a user's score function reads, and where their gradients are added up;
+    None where there is nothing of the kind. The function itself is a constant, which no tuple can hold."""
 
     captured: Any
     sizes: Any
@@ -256,8 +252,7 @@ def load_table(
 
 @triton.jit
 def load_distance(side, numbers, sequence, head, batch, seq_q, seq_k):
-    """`Distance` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have
-    slope 0."""
+    """`Distance` of one head of one sequence; None without slopes. Rows past the end have slope 0."""
     distance = None
     if side.alibi_slopes is not None:
         place = side.alibi_slopes + sequence * numbers.stride_slopes_batch + head
@@ -279,8 +274,8 @@ def near_diagonal(row, distance, keys):
 
 @triton.jit
 def raised_to_near(statistic, row, modifiers, SIGN: tl.constexpr):
-    """A row statistic of scores (natural logarithm) as one of scores relative to `near_diagonal`, for SIGN 1; for -1
-    the other way round. One operation, which rounds once. Without slopes it is the same."""
+    """A row statistic of scores (natural logarithm) as one relative to `near_diagonal` for SIGN 1, for -1 the other way
+    round: one operation, which rounds once."""
     if modifiers.distance is not None:
         apart = apart_from_near(row, modifiers.distance, modifiers.near_keys)
         statistic = tl.fma(apart, SIGN * modifiers.distance.slope, statistic)
@@ -316,8 +311,8 @@ def _distances(diagonal, column, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def slope_gradients(dscores, row, column, distance, apart=None):
-    """The part of a tile `[M, N]` in minus the gradient of the slope, by rows `[M]`. `apart`: what `moved_near` took
-    off the distances."""
+    """A tile's part `[M, N]` of minus the slope's gradient, by rows `[M]`. `apart`: what `moved_near` took off the
+    distances."""
     distances = _distances(row + distance.diagonal, column, TRANSPOSED=False)
     if apart is not None:
         distances += apart
@@ -326,8 +321,8 @@ def slope_gradients(dscores, row, column, distance, apart=None):
 
 @triton.jit
 def statistic_column(side, second):
-    """The column in which the dq kernel stores delta of a row if `second` is 1, else lse, with slopes that of scores
-    relative to the nearest key."""
+    """The column in which the dq kernel stores delta of a row (`second` 1) or lse, with slopes relative to the nearest
+    key."""
     column = second
     if side.alibi_slopes is not None:
         column = 3 - 2 * second
@@ -339,8 +334,7 @@ def statistic_column(side, second):
 
 @triton.jit
 def start_softmax(modifiers, first_row, batch, BLOCK_M: tl.constexpr):
-    """Maximum (in units of log2) and sum of M rows before the first key: those of the sink, if there is one. Rows past
-    the end (sequence number `batch`) have none."""
+    """Maximum (log2) and sum of M rows before the first key: those of the sink, if any. Rows past the end have none."""
     if modifiers.side.sinks is not None:
         sink = tl.load(modifiers.side.sinks + modifiers.head, mask=modifiers.sequence < batch, other=float("-inf"))
         sink = raised_to_near(sink, first_row + tl.arange(0, BLOCK_M), modifiers, 1) * LOG2_E
@@ -354,8 +348,8 @@ def start_softmax(modifiers, first_row, batch, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sees_logit_alone(lse, side, head, out_tile):
-    """Rows `[M]` of a head that see their sink alone: they have `out = 0` and the sink as their lse (in units of log2),
-    up to rounding. None without sinks."""
+    """Rows `[M]` that see their sink alone: `out = 0`, and the sink as lse (log2), up to rounding. None without
+    sinks."""
     alone = None
     if side.sinks is not None:
         sink = tl.load(side.sinks + head)

@@ -1,7 +1,4 @@
-"""Tiles of the portable attention kernels, as a pure function of the device and the call, and what goes with them.
-
-The rows are in `tile_tables`.
-"""
+"""Tiles of the portable kernels, as a pure function of the device and the call. The rows are in `tile_tables`."""
 
 from __future__ import annotations
 
@@ -91,10 +88,8 @@ def tile_key_for(call: Call) -> TileKey:
 
 
 def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileConfig:
-    """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit.
-
-    With a block mask, each lies in one tile of the mask: both are multiples of a power of two that a kernel can take.
-    """
+    """The first row of the kernel's table that holds the head, shrunk to fit the device. With a block mask, each tile
+    lies in one of the mask: both are multiples of a power of two that a kernel can take."""
     if device.is_cuda and device.capability < 80:
         # Triton has no tensor-core products there: it widens 16-bit operands and multiplies as it does float32.
         key = key._replace(dtype=torch.float32)
@@ -158,8 +153,8 @@ def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig
 
 
 def phase_kernels(call: Call) -> dict[KernelName, TileConfig]:
-    """The kernels of a phase, and their tiles: of a backward one for all gradients, or one each for dq, for dk and dv,
-    and for a bias that learns."""
+    """The kernels of a phase with their tiles: a backward's are one for all gradients, or dq, dkdv, and dbias if
+    wanted."""
     if call.phase != "backward":
         return dict([kernel_tiles(call.phase, call)])
     name, tiles = kernel_tiles("dq", call)

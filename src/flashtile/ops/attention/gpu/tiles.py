@@ -178,8 +178,7 @@ def valid_keys(key_lengths_ptr, sequence, batch, seq_k):
 
 @triton.jit
 def row_pointers(base, STRIDE_ROW: tl.constexpr, first, BLOCK_ROWS: tl.constexpr):
-    """Pointers to the first column of some rows, `[BLOCK_ROWS, 1]`: wide arithmetic once for the first row, narrow
-    arithmetic inside the tile, where the stride allows it."""
+    """Pointers to the first column of some rows, `[BLOCK_ROWS, 1]`, in wide arithmetic for the first row only."""
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     if STRIDE_ROW >= 2**23:
         row = row.to(tl.int64)
@@ -191,8 +190,8 @@ def load_rows(
     base, strides, first, rows, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end:
-    zeros. `WHOLE` promises that no row lies past the end."""
+    """Rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`, zeros past the end; `WHOLE`: none
+    lies there."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     pointers = row_pointers(base, strides.ROW, first, BLOCK_ROWS) + column[None, :]
@@ -209,8 +208,8 @@ def load_rows(
 
 @triton.jit
 def as_operand(tile):
-    """A tile as a product takes it: bytes are float8_e4m3fn, and become float16, which holds each of them. Not all GPUs
-    have an instruction for it, nor does Triton for all that do."""
+    """A tile as a product takes it: e4m3 bytes become float16, for not all GPUs convert them, nor does Triton for all
+    that do."""
     if tile.dtype == tl.uint8:
         # Sign, exponent and fraction of the one at their places in the other. Its exponent counts from 7, not from 15:
         # the number is 2⁸ times that, also where it has no leading one. NaN comes out as 480, which nothing else does.
@@ -233,10 +232,8 @@ def product_by_chunks(
     HEAD_DIM: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`a bᵀ` of two tiles of rows, `[BLOCK_A, BLOCK_B]`, with only CHUNK columns of the head on chip at a time.
-
-    For heads so wide that whole tiles of both would not fit shared memory.
-    """
+    """`a bᵀ` of two tiles of rows, `[BLOCK_A, BLOCK_B]`, CHUNK columns at a time: of heads so wide that whole tiles
+    would not fit."""
     a_row = tl.arange(0, BLOCK_A)
     b_row = tl.arange(0, BLOCK_B)
     a_pointers = row_pointers(a_base, a_strides.ROW, a_first, BLOCK_A)
@@ -288,8 +285,7 @@ def key_tile_ranges(first, rows, shift, keys, window, constants, shape):
 
 @triton.jit
 def query_tile_ranges(first, keys, shift, rows, window, constants, shape):
-    """The `TileRanges` of queries that a key tile is visible to; the last, partial tile of the queries counts as
-    masked."""
+    """The `TileRanges` of queries that see a key tile; the last, partial tile of the queries counts as masked."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     last = tl.minimum(first + BLOCK_N, keys) - 1

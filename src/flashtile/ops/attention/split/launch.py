@@ -1,7 +1,4 @@
-"""Host side of the kernels that split the keys, which attention over a cache has too. A backend module of `select`.
-
-There is a forward only: out and lse mean what they mean in every backend, so the backward is another's.
-"""
+"""Host side of the kernels that split the keys, which attention over a cache has too: a forward only."""
 
 from __future__ import annotations
 
