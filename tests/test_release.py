@@ -214,7 +214,7 @@ def test_the_sdist_has_what_its_tests_need(builds):
     with tarfile.open(builds[0][".tar.gz"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"pyproject.toml", "Makefile", "mkdocs.yml", "requirements-dev.txt", "CHANGELOG.md", "LICENSE"} <= names
-    assert {"docs/index.md", "docs/images/traffic.svg", "tests/test_release.py", "src/flashtile/py.typed"} <= names
+    assert {"docs/attention.md", "docs/images/traffic.svg", "tests/test_release.py", "src/flashtile/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 

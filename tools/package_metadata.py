@@ -38,7 +38,7 @@ def addresses(repository: str) -> dict[str, str]:
         return {}
     paths = {
         "Source": "",
-        "Documentation": "/blob/HEAD/docs/index.md",
+        "Documentation": "/blob/HEAD/README.md#documents",
         "Changelog": "/blob/HEAD/CHANGELOG.md",
         "Issues": "/issues",
     }

@@ -1,7 +1,7 @@
 """The parts of the site of the documents beside the files of docs/ (hooks of MkDocs, named in mkdocs.yml).
 
-- Documents of the repository that lie elsewhere become pages: CONTRIBUTING, CHANGELOG, the list of records. The README
-  does not, because the site begins with docs/index.md.
+- Documents of the repository that lie elsewhere become pages: the README, with which the site begins, CONTRIBUTING,
+  CHANGELOG, the list of records.
 - Records and sources that a document links to become files and pages of the site, so that every link leads somewhere
   without a network. Links are rewritten on the way; the documents keep those that work in a checkout. Decision records
   are for those who have one: the site names their files.
@@ -31,6 +31,7 @@ ModuleFinder.extensions_set = {".py"}
 ROOT = Path(__file__).parent.parent
 #: Documents outside of docs/ -> their pages.
 PAGES = {
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/results/README.md": "records.md",
