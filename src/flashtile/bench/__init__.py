@@ -1,4 +1,1 @@
-"""Benchmarks: one registry of cases and implementations, one way to measure, one record format.
-
-`flashtile bench` runs them.
-"""
+"""Benchmarks (`flashtile bench`): one registry of cases and implementations, one way to measure, one record format."""

@@ -1,5 +1,4 @@
-"""Compiling before measuring, so that kernels are in the caches on disk of Triton, of `torch.compile` and of the peers
-when the measuring process calls them: compilation takes most of the time of a first run otherwise."""
+"""Compiling before measuring, in processes that fill the caches on disk of Triton, `torch.compile` and the peers."""
 
 from __future__ import annotations
 
@@ -47,17 +46,8 @@ def compile_ahead(
     jobs: int,
     pool: Pool = _processes,
 ) -> None:
-    """Calls every implementation that compiles its kernels once in every case that it serves, in processes that compile
-    one kernel at a time. Whatever fails there is left to the measuring process, which says why.
-
-    Args:
-        benchmark: its name in the registry.
-        cases: what will be measured.
-        implementations: in which ways.
-        device: where.
-        jobs: number of processes.
-        pool: makes the pool of so many workers.
-    """
+    """Calls every implementation that compiles its kernels once in every case that it serves, in `jobs` processes that
+    compile one kernel at a time. Whatever fails there is left to the measuring process, which says why."""
     os.environ.setdefault(_FA4_CACHE, "1")
     calls = [
         (benchmark, case, each.name, device.type)

@@ -1,9 +1,5 @@
-"""Standard attention, the computation that `flashtile.io_model.standard` models, and where it spends its time: each of
-its steps alone, beside one fused call.
-
-Shapes: N matrices (batch × heads), S sequence, D head_dim. Steps are the operations that PyTorch runs for
-`standard_attention` and its gradients, each on tensors that are there already.
-"""
+"""Standard attention (`flashtile.io_model.standard` models it), and where it spends its time: each step alone, beside
+one fused call. Shapes: N matrices (batch × heads), S sequence, D head_dim."""
 
 from __future__ import annotations
 
@@ -31,16 +27,8 @@ _aten = torch.ops.aten
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
-    """`dropout(softmax(q kᵀ / sqrt(D) + mask)) v`, in the dtype of the inputs, every step a kernel of its own.
-
-    Args:
-        q, k, v: `[N, S, D]`.
-        mask: `[S, S]`, 0 where visible and -inf where not; None where all is visible.
-        dropout_p: probability that a weight is dropped.
-
-    Returns:
-        out `[N, S, D]`.
-    """
+    """`dropout(softmax(q kᵀ / sqrt(D) + mask)) v` of q, k, v `[N, S, D]`, in their dtype, every step a kernel of its
+    own. `mask`: `[S, S]`, 0 where visible and -inf where not; None where all is visible."""
     weights = scores(q, k, mask).softmax(dim=-1)
     if dropout_p:
         # `torch.nn.functional.dropout` runs this on a GPU; on a CPU it would be several steps.
@@ -78,15 +66,8 @@ def chosen_case(given: Mapping[str, Any], device: torch.device) -> list[Case]:
 
 
 class Steps(AnyBound):
-    """The steps of standard attention, in the order in which they run, on the tensors of one run.
-
-    Attributes:
-        calls: "fwd" or "bwd", and the name of a step -> its call. The mask is added in place; what is hidden stays
-            hidden however often it is.
-
-    Raises:
-        UserError: the case has something else.
-    """
+    """The steps of standard attention, in the order in which they run, on the tensors of one run. `calls` has them by
+    "fwd" or "bwd" and the step's name. Raises UserError if the case has something else."""
 
     calls: Mapping[str, Callable[[], Any]] = {}
 
@@ -143,12 +124,8 @@ STANDARD = Implementation("standard", build=Steps)
 
 
 class BreakdownProblem(AttentionProblem):
-    """Each step of the implementation "standard", and all of a call of the others.
-
-    Raises:
-        UserError: the case is not dense, plain or causal, perhaps with dropout; or it is no call of ours, or its
-            matrices do not fit the device's memory.
-    """
+    """Each step of the implementation "standard", and all of a call of the others. Raises UserError if the case is not
+    dense, plain or causal, perhaps with dropout, or its matrices do not fit the device's memory."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         _check_memory(case, device)

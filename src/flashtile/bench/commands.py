@@ -96,11 +96,8 @@ _LISTS = ("impl", "cases", "table", "op", "model")
 def _implementations(
     command: str, names: Sequence[str], device: torch.device, quick: bool = False
 ) -> list[Implementation]:
-    """The named implementations of a benchmark, or its defaults.
-
-    Raises:
-        UserError: a name is unknown, or a package that is needed is not installed.
-    """
+    """The named implementations of a benchmark, or its defaults. Raises UserError if one is unknown or not
+    installed."""
     benchmark = BENCHMARKS[command]
     known = benchmark.implementations
     if command == "companions" and quick and device.type == "cpu" and not names:
@@ -173,19 +170,9 @@ ROUNDS = 3
 def compare_with_commit(
     command: str, options: Options, ref: str, output: Path | None, on_run: Callable[[str, int, int], None]
 ) -> Report:
-    """Runs a command in this tree and in that of a commit, in turns: two runs at different times differ by several
-    percent. Each round runs both trees, the next one in the other order; what counts is the median over the rounds.
-
-    Args:
-        command: as in `measure`.
-        options: likewise.
-        ref: the commit, a branch or a tag of the repository that flashtile runs from.
-        output: file for a record of both; the names of the commit's implementations end in `@` and its number.
-        on_run: called with the tree, the number of runs before, and that of all.
-
-    Raises:
-        UserError: `output` cannot be written, or as `measure_against`.
-    """
+    """Runs a command in this tree and in that of a commit (`ref`), in turns: two runs at different times differ by
+    several percent. Arguments and errors as of `measure`; `output` has both, the commit's implementations with `@` and
+    its number. `on_run`: called with the tree, the number of runs before, and that of all."""
     require_writable(output)
     arguments = as_arguments(command, options, default_device())
     here, there = measure_against(ref, arguments, lambda tree, runs: on_run(tree, runs, 2 * ROUNDS))
@@ -202,17 +189,9 @@ def compare_with_commit(
 def measure_against(
     ref: str, arguments: Sequence[str], on_run: Callable[[str, int], None], rounds: int = ROUNDS
 ) -> tuple[Record, Record]:
-    """Records of this tree and of a commit: times are medians over the rounds, which `round_ms` of a row lists.
-
-    Args:
-        ref: the commit.
-        arguments: of `flashtile bench`, without `--output`; both trees get the same.
-        on_run: called before each process.
-        rounds: how often each tree runs.
-
-    Raises:
-        UserError: flashtile runs from no checkout, there is no such commit, or a tree cannot run the arguments.
-    """
+    """Records of this tree and of commit `ref`: times are medians over the rounds (`round_ms` of a row). `arguments`:
+    of `flashtile bench`, without `--output`. `on_run`: called before each process. Raises UserError without a checkout
+    or such a commit, or if a tree cannot run the arguments."""
     root = checkout()
     commit = _git(root, "rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
     with tempfile.TemporaryDirectory(prefix="flashtile-against-") as folder, _worktree(root, commit, folder) as old:
@@ -232,11 +211,7 @@ def measure_against(
 
 
 def checkout() -> Path:
-    """The repository that flashtile runs from.
-
-    Raises:
-        UserError: it runs from no checkout.
-    """
+    """The repository that flashtile runs from; UserError if there is none."""
     package = Path(flashtile.__file__).parent
     try:
         root = Path(_git(package, "rev-parse", "--show-toplevel"))
@@ -258,10 +233,8 @@ def _worktree(root: Path, commit: str, folder: str) -> Iterator[Path]:
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """One record of several runs of the same: each row with the median of its times, and all of them.
-
-    A row that has no time in some run has none.
-    """
+    """One record of several runs: each row with the median of its times, and all of them; none if it lacks one in some
+    run."""
     by_key = grouped((row for record in records for row in record["rows"]), row_key)
     return {**records[0], "rows": [_median_row(rows) for rows in by_key.values()]}
 

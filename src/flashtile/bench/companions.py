@@ -1,9 +1,8 @@
 """Benchmarks of the operations beside attention: what a case of one is, ways to compute it, and the problem of a case.
 
 The formula, in ordinary PyTorch functions, serves three times: as the implementations `eager` and `compile`, in float64
-as the oracle, and in the dtype of the inputs as what the tolerance policy compares with. It runs on as many rows at a
-time as fit into memory. Tensors without rows of their own, such as the gradient of a weight, are summed over these
-parts in float64. Comparisons go by pieces too, each of which must be within the tolerance.
+as the oracle, and in the dtype of the inputs for the tolerance policy. It runs on as many rows at a time as fit into
+memory; gradients of tensors without rows are summed over these parts in float64.
 """
 
 from __future__ import annotations
@@ -176,11 +175,8 @@ class Companion(AnyCase, ABC):
         return replace(way, function=torch.compile(way.function, dynamic=False, fullgraph=True))
 
     def with_bits(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
-        """`others` with the random bits of an implementation that draws its own, read off its results.
-
-        Raises:
-            AssertionError: they cannot be such bits.
-        """
+        """`others` with the random bits of an implementation that draws its own, read off its results; AssertionError
+        if they cannot be such bits."""
         raise AssertionError(f"{self.op} draws no random bits")
 
     def bytes(self, phase: str) -> int:
@@ -247,12 +243,8 @@ class Oracle:
         self._expected = self._evaluate(inputs.others)
 
     def judge(self, results: dict[str, Tensor], own_bits: bool) -> Verdict:
-        """Compares outputs, and gradients where there are any.
-
-        Args:
-            results: tensors by name; read in the dtype of the formula's result.
-            own_bits: the implementation dropped elements by random bits of its own.
-        """
+        """Compares outputs, and gradients where there are any. `own_bits`: the implementation drew random bits of its
+        own."""
         expected = self._expected
         if own_bits:
             try:

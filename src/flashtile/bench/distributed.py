@@ -1,7 +1,5 @@
-"""The benchmark of context-parallel attention: our strategies and PyTorch's own, beside one GPU, in one run.
-
-It starts a process for each GPU. They check and time implementations together, and rank 0 writes the record.
-"""
+"""The benchmark of context-parallel attention: our strategies and PyTorch's own, beside one GPU, in one run. A process
+for each GPU checks and times implementations; rank 0 writes the record."""
 
 from __future__ import annotations
 
@@ -201,13 +199,9 @@ def bench_distributed(
     profile: bool = False,
     limit: float = 240.0,
 ) -> None:
-    """Measures context parallelism; rank 0 prints a line for each row and writes the record after each case.
-
-    The options are those of the command line. The baseline, one GPU alone, is always measured.
-
-    Raises:
-        UserError: there are not as many GPUs, an option matches nothing, or `output` cannot be written.
-    """
+    """Measures context parallelism, by the options of the command line; the baseline, one GPU alone, always. Rank 0
+    prints a line for each row and writes the record after each case. Raises UserError if there are not as many GPUs, an
+    option matches nothing, or `output` cannot be written."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and gpus is not None and gpus > torch.cuda.device_count():
         raise UserError(f"--gpus: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {gpus}")
@@ -247,9 +241,8 @@ _LONG, _COMPILED = 0.5, 2**15
 
 
 class _Setting(NamedTuple):
-    """The same on all ranks: implementations, device type, a file by which they meet, the record, how the program was
-    started, seconds for the samples of a phase, the time from which on nothing new is started, and whether it
-    profiles."""
+    """The same on all ranks. `store`: a file by which they meet. `seconds`: for the samples of a phase. `end`: the time
+    from which on nothing new is started."""
 
     names: Sequence[str]
     device: str

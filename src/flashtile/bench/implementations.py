@@ -1,7 +1,5 @@
-"""Implementations of attention that are measured beside one another: ours and the peers.
-
-Each gets inputs in the layout it calls its own, contiguous, so that none pays for another's layout.
-"""
+"""Implementations of attention that are measured: ours and the peers, each with inputs in its own layout,
+contiguous."""
 
 from __future__ import annotations
 
@@ -127,12 +125,8 @@ def _build_torch_varlen(case: Case, inputs: Inputs) -> Attention:
 
 
 def torch_varlen_options(case: Any, offered: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments of `varlen_attn`: its first version has `is_causal`, later ones say it by `window_size`.
-
-    Args:
-        case: without a window, which the first version does not take.
-        offered: names of its parameters.
-    """
+    """Keyword arguments of `varlen_attn` for a case without a window. `offered`: names of its parameters; its first
+    version has `is_causal`, later ones `window_size`."""
     options: dict[str, Any] = {"enable_gqa": True} if case.H != case.Hkv and "enable_gqa" in offered else {}
     if case.causal:
         options |= {"is_causal": True} if "is_causal" in offered else {"window_size": (-1, 0)}
@@ -229,10 +223,8 @@ def _plain_limits(case: Case, device: torch.device) -> str | None:
 
 
 def build_flex(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
-    """The compiled function `(q, k, v) -> out`, with a bias or with the tables of a function behind v.
-
-    `fullgraph` makes an error of what torch.compile does not trace, and of its limit on recompilations.
-    """
+    """The compiled function `(q, k, v, [bias or tables]) -> out`. `fullgraph` makes an error of what torch.compile does
+    not trace, and of its limit on recompilations."""
     torch.compiler.reset()  # each case compiles its own kernels; the limit on recompilations counts them together
     return torch.compile(only_compiled(flex_function(case, inputs)), dynamic=False, fullgraph=True)
 

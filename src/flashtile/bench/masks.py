@@ -67,10 +67,8 @@ def visible_in_tensor(mask: str, batch: int, queries: int, keys: int) -> int:
 
 
 def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool `[batch, 1, 1, keys]` of padding, `[1, 1, queries, keys]` of random pairs; true is visible.
-
-    Every query sees a key.
-    """
+    """Bool `[batch, 1, 1, keys]` of padding, `[1, 1, queries, keys]` of random pairs; true is visible. Every query sees
+    a key."""
     if mask == PADDING:
         lengths = torch.tensor(padded_lengths(batch, keys), device=device)
         return (torch.arange(keys, device=device) < lengths[:, None])[:, None, None]
@@ -93,10 +91,8 @@ def visible_tiles(tiles: int, density: float) -> int:
 
 @functools.cache
 def tile_layout(seq: int, mask: str) -> Tensor:
-    """The tiles that a mask shows: bool `[tiles, tiles]` on the CPU, always the same for a name.
-
-    All on the diagonal, so that every query sees a key and every key is seen, and others at random.
-    """
+    """The tiles that a mask shows: bool `[tiles, tiles]` on the CPU, always the same for a name: all on the diagonal,
+    and others at random."""
     tile, density = parse_tiles(mask)
     tiles = seq // tile
     aside = [cell for cell in range(tiles**2) if cell % (tiles + 1)]
@@ -279,10 +275,8 @@ def _neighborhood(seq: int) -> MaskFunction:
 
 
 def _tree(seq: int) -> MaskFunction:
-    """Prompts with eight answers each, of 8,192 tokens together, or of all if those are fewer.
-
-    Children stand right behind their parent, so a token is seen up to the end of the last segment below it.
-    """
+    """Prompts with eight answers each, of up to 8,192 tokens together. Children stand right behind their parent, so a
+    token is seen up to the end of the last segment below it."""
     group = min(seq, 8192)
     prompt, answer = group // 4, group * 3 // (4 * _ANSWERS)
     trees = seq // group

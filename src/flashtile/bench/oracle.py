@@ -1,12 +1,9 @@
 """An attention case with its tensors: implementations bound to them, and the fp64 oracle that judges their results.
 
-The oracle is `flashtile.attention(backend="reference")` in float64, and the tolerance is the project's one policy
-(`flashtile.testing`). Whole heads are checked in every batch entry, with every query and key of theirs, because a
+The oracle is `flashtile.attention(backend="reference")` in float64, by blocks of queries, sequences and documents, and
+the tolerance is the project's one policy (`flashtile.testing`). Whole heads are checked in every batch entry, because a
 gradient of k or v sums over all queries, and one of a bias over the batch. If all heads would be too much work, evenly
-spaced ones are checked, the first and the last among them. With dropout they are the first heads of the first batch
-entry, since the random bits depend on a head's index. Sequences of a packed batch and documents are computed one by
-one. A mask of a function is evaluated for every pair that is checked, and a function of scores reads the tables of the
-chosen heads. Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
+spaced ones are checked; with dropout, whose bits depend on a head's index, the first ones of the first batch entry.
 """
 
 from __future__ import annotations
@@ -192,11 +189,8 @@ def _from_row(first: int, whole: masks.ScoreMod) -> masks.ScoreMod:
 
 
 def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Queries that are computed at once, and the keys that they may see.
-
-    A block's last query must be its last key's diagonal, which holds where later keys are hidden, and matters not
-    without a band; dropout bits count rows from the start.
-    """
+    """Queries that are computed at once, and the keys that they may see. A block's last query must be its last key's
+    diagonal, unless there is no band; dropout bits count rows from the start."""
     batch, seq, heads, _ = q.shape
     keys = case.Sk or seq
     hides_later = case.causal or (case.window is not None and case.window[1] == 0 and keys == seq)

@@ -111,11 +111,7 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """A record from its file.
-
-    Raises:
-        UserError: there is no such file, or it is no record.
-    """
+    """A record from its file. Raises UserError if there is no such file, or it is no record."""
     try:
         record = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -152,12 +148,8 @@ def _wrong_measure(row: Row) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, and its folder where there is none. If that fails, the earlier file stays: a record is written
-    after each case, and a full disk must not take the cases before.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Writes a file, and its folder where there is none. If that fails (UserError), the earlier file stays: a full disk
+    must not take the cases before."""
     # Beside a file; a device is no file that another could take the place of.
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp") if path.is_file() or not path.exists() else path
     try:
@@ -172,11 +164,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_writable(path: Path | None, option: str = "--output") -> None:
-    """Makes the folder of a file that is to be written in the end, before anything is measured for it.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Makes the folder of a file before anything is measured for it. Raises UserError if the file cannot be written."""
     if path is None:
         return
     try:
@@ -234,10 +222,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that flashtile runs from, with `-dirty` for changed files.
-
-    Outside a checkout the environment variable FLASHTILE_COMMIT may name it; else None.
-    """
+    """The commit of flashtile's checkout, with `-dirty` for changed files; else the environment variable
+    FLASHTILE_COMMIT."""
     if "FLASHTILE_COMMIT" in os.environ:
         return os.environ["FLASHTILE_COMMIT"]
     package = Path(flashtile.__file__).parent

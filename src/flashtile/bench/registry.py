@@ -61,11 +61,7 @@ class Benchmark:
     needs: str = ""
 
     def cases(self, given: Options, device: torch.device) -> Sequence[AnyCase]:
-        """The cases that options choose.
-
-        Raises:
-            UserError: a name is unknown.
-        """
+        """The cases that options choose. Raises UserError for an unknown name."""
         if self.choose is not None:
             return self.choose(given, device)
         names, quick = given.get(self.option, ()), given.get("quick", False)

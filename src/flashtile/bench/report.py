@@ -53,13 +53,9 @@ class Table:
 
 
 def speed_tables(rows: Sequence[Row]) -> list[Table]:
-    """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.
-
-    Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
-    then with the share of a copy's speed that ours reaches; so is serving, by the bytes of its cache. Training in
-    tokens each second. If rows have them, there are also tables of the memory that they take, and of the
-    share of the GPU's peak.
-    """
+    """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase: TFLOP/s of
+    attention and products, GB/s where memory bounds (with the share of a copy's speed), tokens/s of training. If rows
+    have them, also memory, and the share of the GPU's peak."""
 
     def row_kind(row: Row) -> tuple[str, str, str]:
         benchmark = find_benchmark(row["op"])
@@ -92,11 +88,7 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
-    """Geometric means of our speed over the best peer's and over each peer's: for each table of attention cases, each
-    companion operation, kind of serving, and training.
-
-    None without a peer.
-    """
+    """Geometric means of our speed over the best peer's and over each peer's, by kind of case. None without a peer."""
 
     def table_name(row: Row) -> str:
         case = find_case(row)
@@ -174,11 +166,8 @@ _ALIKE = 3.0
 
 
 def _copy_share(row: Row | None, copies: list[Row]) -> str:
-    """The share of the fastest copy that moves about as many bytes; smaller copies stay in the caches, in part.
-
-    The fastest, not the nearest: a single copy can be slow by an accident of its own, such as the copy engine that a
-    graph gives a size to.
-    """
+    """The share of the fastest copy that moves about as many bytes; smaller copies stay in the caches, in part. The
+    fastest, not the nearest: a single copy can be slow by accident."""
     if row is None or row["ms"] is None:
         return "–"
     apart = [abs(math.log(_moved(copy) / _moved(row))) for copy in copies]
@@ -207,13 +196,8 @@ def _phases(rows: Sequence[Row]) -> list[str]:
 
 
 def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:
-    """Times there and here, and how many times as fast here is, for what both measured; then geometric means.
-
-    Args:
-        rows: of this run.
-        earlier: of the other.
-        title: of the first table.
-    """
+    """Times there (`earlier`) and here, and how many times as fast here is, for what both measured; then geometric
+    means."""
     before = {row_key(row): row for row in earlier if row.get("ms") is not None}
     common = [(before[row_key(row)], row) for row in rows if row.get("ms") is not None and row_key(row) in before]
     times = ((row, old["ms"], row["ms"]) for old, row in common)

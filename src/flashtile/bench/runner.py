@@ -103,16 +103,8 @@ def run_case(
     seconds: float | None = None,
     announce: Announce = say_nothing,
 ) -> list[Row]:
-    """The rows of one case: for each implementation and phase a speed, or the reason why there is none.
-
-    Args:
-        case: what is measured.
-        implementations: in which ways.
-        device: where.
-        problem: makes the tensors of a case.
-        seconds: time for the samples of one phase of one implementation; None for the device's default.
-        announce: told of each step.
-    """
+    """The rows of one case: for each implementation and phase a speed, or the reason why there is none. `seconds`: for
+    the samples of one phase of one implementation; None for the device's default. `announce`: told of each step."""
     with announced(announce, "making tensors"):
         made = problem(case, device)
     rows = _measure(case, made, implementations, device, seconds, announce)

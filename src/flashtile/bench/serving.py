@@ -1,9 +1,7 @@
 """The benchmark of serving: single tokens, chunks of prompts and mixtures of both attend to caches of keys and values.
 
-All implementations of a case read the same cache, ours where it is, peers that have no pages on rows gathered before.
-Two yardsticks are beside them: `copy` moves as many bytes as the cache has, half of them read and half written, and
-`dense` is `flashtile.attention` on the same queries, keys and values without a cache. Some queries of some heads of
-each result are held to plain attention in float64.
+All read the same cache, peers that have no pages rows gathered before. Yardsticks: `copy` moves the cache's bytes, half
+read and half written; `dense` is `flashtile.attention` without a cache. Some queries of some heads are checked.
 """
 
 from __future__ import annotations

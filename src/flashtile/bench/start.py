@@ -33,9 +33,6 @@ def silence_numpy_warning() -> None:
 
 
 def wait_without_spinning() -> None:
-    """Lets threads that wait for one another sleep, unless the user has chosen.
-
-    Threads that spin slow down work of many small calls tenfold where other programs need the cores. The OpenMP
-    runtime reads the choice when it starts.
-    """
+    """Lets waiting threads sleep, unless the user has chosen: spinning ones slow down work of many small calls tenfold
+    where other programs need the cores. The OpenMP runtime reads the choice when it starts."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -324,16 +324,8 @@ def _tables_by_case() -> dict[Case, str]:
 
 
 def cases_named(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[Case]:
-    """The cases of the named tables, the default one when none is named, every one for "all". Each once.
-
-    Args:
-        device: whose tables.
-        names: of tables.
-        quick: a few cases that show every kind, instead of all.
-
-    Raises:
-        UserError: there is no table of a name.
-    """
+    """The cases of the named tables, the default one when none is named, every one for "all", each once. `quick`: a few
+    cases that show every kind. Raises UserError if there is no table of a name."""
     known = tables(device)
     for name in names:
         drawn, _, seed = name.partition(":")

@@ -62,11 +62,8 @@ class WrongReplayError(AssertionError):
 
 
 def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
-    """The timer of a function that was called before, so that its kernels are compiled.
-
-    Raises:
-        WrongReplayError: the function was captured into a CUDA graph, whose results are wrong.
-    """
+    """The timer of a function that was called before. Raises WrongReplayError if a CUDA graph of it gives wrong
+    results."""
     if device.type != "cuda":
         return CpuTimer(function)
     events = EventTimer(function)
@@ -92,11 +89,8 @@ def typical(samples: Sequence[float], kind: str) -> float:
 
 
 class CpuTimer:
-    """Times calls that are over when they return.
-
-    If PyTorch has one thread, by the time that the calling thread ran ("thread-time"): what other processes do on its
-    core in between does not count. Otherwise by the wall clock ("perf-counter").
-    """
+    """Times calls that are over when they return: if PyTorch has one thread, the time that it ran ("thread-time"),
+    which other processes do not lengthen; otherwise by the wall clock ("perf-counter")."""
 
     KINDS = ("thread-time", "perf-counter")
 
@@ -213,13 +207,8 @@ def _alike(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def peak_facts(call: Callable[[], Iterable[Tensor]], inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """`peak_mib` of a row, in MiB: the largest amount that a call takes on a GPU beside its inputs and results; nothing
-    elsewhere.
-
-    Args:
-        call: returns its results, gradients for example; those in the memory of an input are no results.
-        inputs: tensors that are there before.
-    """
+    """`peak_mib` of a row: the largest amount in MiB that a call takes on a GPU beside `inputs` and its results (those
+    in the memory of an input are none); nothing elsewhere."""
     device = inputs[0].device
     if device.type != "cuda":
         return {}
@@ -247,13 +236,9 @@ def _called(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def profile_calls(function: Callable[[], Any], calls: int) -> dict[str, float | None]:
-    """Milliseconds of one call, of several that the host enqueues without waiting, as a training does.
-
-    Returns:
-        `attention`, `transfers`, `merging`, `other`: in which such kernels ran on this GPU, a transfer's wait for the
-        other side included; `idle`: in which none did; `host`: until the host had enqueued the call; `hidden`: the
-        share of the transfers' time in which this GPU computed, None where nothing travels.
-    """
+    """Milliseconds of one call, of several that the host enqueues without waiting: in `attention`, `transfers` (with
+    their waits), `merging` and `other` kernels on this GPU; `idle`; `host`: until the host had enqueued it; `hidden`:
+    the share of the transfers' time in which this GPU computed, None without any."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -1,14 +1,9 @@
 """The benchmark of whole training steps: flashtile's GPT beside that of transformers, from the same weights.
 
-A step is forward, backward and AdamW, on float32 weights; "bf16" is `torch.autocast`.
-
-The losses of every token, before the first step and after some steps on the same batch, must be those of the plain
-formula trained in float64, within the tolerance policy: before, they tell that the forward is right, after, that the
-gradients and the optimizer's use of them are. Longer contexts are checked in the first tokens of each sequence,
-because that formula holds all scores in float64; what is timed are steps on whole sequences.
-
-With dropout this check is made without it. Then the weights are set back, and what training with dropout does is
-compared with the plain formula in `training_steps.py`.
+A step is forward, backward and AdamW, on float32 weights; "bf16" is `torch.autocast`. The losses of every token, before
+the first step (forward) and after some steps on the same batch (gradients, optimizer), must be those of the plain
+formula trained in float64, within the tolerance policy. Longer contexts are checked in the first tokens of each
+sequence. With dropout this check is made without it; `training_steps.py` then judges training with dropout.
 """
 
 from __future__ import annotations
@@ -74,11 +69,8 @@ class TrainCase(AnyCase):
         return self.B * self.S
 
     def flops(self, phase: str) -> float:
-        """Operations of the model: two for each weight of a product and token, and attention's half of S²; a backward
-        twice that.
-
-        Recomputation by an implementation is no work of the model.
-        """
+        """Two for each weight of a product and token, and attention's half of S²; a backward twice that, without
+        recomputation."""
         sizes = MODELS[self.model]
         weights = 12 * sizes.layers * sizes.width**2 + sizes.vocabulary * sizes.width
         attention = 2 * sizes.layers * self.S * sizes.width
@@ -93,13 +85,9 @@ def training_cases(device: torch.device) -> list[TrainCase]:
 
 
 def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCase]:
-    """The cases that options of the command line choose: `model` (all models without it), `batch`, `context` (each is
-    measured; without a batch a step has as many tokens as the model's case, and at least one sequence), `after`,
-    `dropout` and `quick`.
-
-    Raises:
-        UserError: there is no such model on this device, or the dropout is no probability below 1.
-    """
+    """The cases that options choose: `model` (all without it), `batch`, `context` (each is measured; without a batch a
+    step has as many tokens as the model's case), `after`, `dropout` and `quick`. Raises UserError for an unknown model
+    or a dropout that is no probability below 1."""
     check_dropout(dropout_p := given.get("dropout", 0.0))
     known = {case.model: case for case in training_cases(device)}
     chosen = select_named("--model", given.get("model") or list(known), known, device.type)
@@ -366,14 +354,8 @@ def trained_weights(case: TrainCase, device: torch.device) -> dict[str, Tensor]:
 def judge_losses(
     results: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, Tensor], autocast: bool
 ) -> Verdict:
-    """Whether losses of a training are those of the one in float64, as the eager one's are.
-
-    Args:
-        results: by name; "loss" are those of steps, the others those of tokens. Names that `eager` lacks are left out.
-        exact: of the training in float64.
-        eager: of the plain one, in the dtype of what is judged.
-        autocast: products are bfloat16.
-    """
+    """Whether losses by name ("loss": of steps, else of tokens) are those of the training in float64, as the `eager`
+    ones are, which may have fewer names. `autocast`: products are bfloat16."""
     parts = [(name, results[name], exact[name], expected) for name, expected in eager.items()]
     verdict = judge(parts)
     if not autocast:

@@ -77,11 +77,8 @@ class Steps(base.AnyBound, Generic[Batch]):
         return {PHASE: self.step}
 
     def step(self, batch: Batch | None = None) -> Tensor:
-        """Forward, backward and optimizer; the loss. Parts of the batch add their gradients up.
-
-        Args:
-            batch: in the place of its own.
-        """
+        """Forward, backward and optimizer of a batch, by default its own; the loss. Parts of the batch add their
+        gradients up."""
         loss = self.loss(self._batch if batch is None else batch, Tensor.backward)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -182,15 +179,8 @@ def sample_reference(make: Callable[[], Steps[Batch]], batch: Batch) -> dict[str
 
 
 def judge_dropout(results: dict[str, Tensor], reference: dict[str, Tensor]) -> Verdict:
-    """Whether samples are like those of the reference.
-
-    Args:
-        results: samples by name, and possibly other results.
-        reference: samples by name.
-
-    Returns:
-        The largest difference of two means, and what is wrong.
-    """
+    """Whether samples by name are like those of the reference: the largest difference of two means, and what is
+    wrong."""
     worst, wrong = 0.0, []
     for name, expected in reference.items():
         found = results[name]

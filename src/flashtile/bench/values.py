@@ -120,11 +120,7 @@ def sample_text(text: Tensor, batch: int, seq: int, generator: torch.Generator) 
 
 @functools.cache
 def help_texts() -> Path:
-    """The texts that every Python brings along, `pydoc_data/topics.py`.
-
-    Raises:
-        UserError: this Python comes without them.
-    """
+    """The texts that every Python brings along, `pydoc_data/topics.py`. Raises UserError if they are missing."""
     spec = importlib.util.find_spec("pydoc_data.topics")
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise UserError("this Python comes without pydoc_data/topics.py, the default text; give a file to learn from")

@@ -10,12 +10,8 @@ from flashtile.bench.start import how_to_install, silence_numpy_warning
 
 
 def main(*command: str) -> None:
-    """Runs the command line, or says what to install for it.
-
-    Args:
-        command: what comes before the arguments of the process: nothing for `flashtile` itself, "bench" for its
-            benchmarks.
-    """
+    """Runs the command line, or says what to install for it. `command`: what comes before the arguments of the
+    process."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the command line needs {' and '.join(missing)}: {how_to_install('cli')}")

@@ -37,11 +37,8 @@ def measure(
     compare: Path | None,
     against: str | None,
 ) -> None:
-    """Measures and shows: alone, beside an earlier record, or beside another commit. Progress goes to stderr.
-
-    Raises:
-        UserError: both are asked for.
-    """
+    """Measures and shows: alone, beside an earlier record, or beside another commit (UserError: both). Progress is on
+    stderr."""
     if compare is not None and against is not None:
         raise UserError("--compare and --against: expected one of them, got both; run the command once for each")
     if against is not None:

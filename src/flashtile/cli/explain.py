@@ -82,13 +82,8 @@ def explain(call: Call) -> flashtile.Explanation:
 
 
 def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
-    """Bytes and FLOPs of the call, standard and in tiles, by `flashtile.io_model`; or why they are not told.
-
-    Args:
-        call: as for `explain`, which served it.
-        name: of the device, as `explain` found it (`Explanation.device`).
-        measure: measures the rates of a processor, which no table has.
-    """
+    """Bytes and FLOPs of a call that `explain` served, standard and in tiles, by `flashtile.io_model`; or why they are
+    not told. `name`: `Explanation.device`. `measure`: measures the rates of a processor, which no table has."""
     if not call.plain:
         return (
             "IO model: no figures, because it does not cover packed sequences, 8-bit inputs, --mask, --bias, "

@@ -153,15 +153,7 @@ def _overview(found: Sequence[_Compared]) -> list[Chart]:
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Written:
-    """Writes the page of some records.
-
-    Args:
-        paths: JSON files, as benchmark commands write them.
-        output: HTML file; its folder is made where there is none.
-
-    Raises:
-        UserError: a file is no record, or the page cannot be written.
-    """
+    """Writes the page of some records. Raises UserError if a file is no record, or the page cannot be written."""
     records = in_order([Named(read_record(path), path) for path in paths])
     verdict, parts = make_verdict(records), [record_part(named) for named in records]
     notes = [note for named in records for note in _unknown(named)]

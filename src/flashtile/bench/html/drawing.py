@@ -196,13 +196,8 @@ def figure(value: float | None) -> str:
 
 
 def draw(chart: Chart, styles: Styles, number: int) -> str:
-    """A chart as an `svg` element.
-
-    Args:
-        chart: what is drawn.
-        styles: name of an implementation -> its colour and mark; a chart of other things counts its own.
-        number: of the picture, by which its identifiers differ from those of others on the page.
-    """
+    """A chart as an `svg` element. `styles`: name of an implementation -> its colour and mark. `number`: of the
+    picture, by which its identifiers differ from those of others."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -254,12 +254,8 @@ def common_facets(cases: Iterable[Case]) -> Facets:
 
 
 def case_labels(cases: Sequence[Case], said: Facets | None = None) -> list[str]:
-    """A name for each of some cases: as few facets as tell them apart; where all are one, its facets but details.
-
-    Args:
-        cases: equal ones get the same name.
-        said: what the reader knows; what else all cases have is part of their names. None where he is told elsewhere.
-    """
+    """Names that tell cases apart by as few facets as possible; if all are one, its facets but details. `said`: what
+    the reader knows; what else all cases have is part of their names. None: he is told elsewhere."""
     keys_of = [json.dumps(case, sort_keys=True, default=str) for case in cases]
     different = dict(zip(keys_of, cases))
     more = common_facets(cases)

@@ -61,15 +61,8 @@ class Options:
 def run_demo(
     options: Options, plan: Plan, console: Console, attentions: dict[str, CausalAttention] | None = None
 ) -> bool:
-    """Trains twice, measures attention alone, writes the results.
-
-    Returns:
-        Whether the loss curves agree.
-
-    Raises:
-        UserError: the text, the output folder or the installation is at fault.
-        PieceFailedError: a training failed.
-    """
+    """Trains twice, measures attention alone, writes the results. Returns whether the loss curves agree. Raises
+    UserError if the text, the output folder or the installation is at fault, PieceFailedError if a training failed."""
     begin = time.perf_counter()
     attentions = attentions or ATTENTIONS
     text, text_name = load_text(options.text_file, plan.model.context)

@@ -57,18 +57,9 @@ def run_piece(
     on_report: Report = lambda *report: None,
     seconds: float | None = None,
 ) -> Any:
-    """Calls `function(*arguments, report)` by itself and returns its result.
-
-    Args:
-        function: importable by name; calls `report(...)` to say how far it is.
-        arguments: what can be pickled.
-        device: "cpu" starts a process.
-        on_report: receives the reports.
-        seconds: after which the process is killed; on a GPU there is no process, and the piece runs to its end.
-
-    Raises:
-        PieceFailedError: the function raised, its process was killed, or its time was over.
-    """
+    """Calls `function(*arguments, report)`, importable and picklable, by itself and returns its result: on a CPU in a
+    process, which is killed after `seconds`. `on_report` receives its reports. Raises PieceFailedError if the function
+    raised, its process was killed, or its time was over."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -51,17 +51,8 @@ class Point:
 def measure_scaling(
     plan: Plan, attentions: dict[str, CausalAttention], seconds: float, on_start: Callable[[str, int], None]
 ) -> tuple[list[Point], dict[str, str]]:
-    """Measures every implementation at growing lengths until it becomes too expensive.
-
-    Args:
-        plan: the lengths, ascending.
-        attentions: by the name of the implementation.
-        seconds: for all of them.
-        on_start: called with implementation and length before each measurement.
-
-    Returns:
-        The points, and for each implementation that stopped early the reason.
-    """
+    """Measures every implementation at the plan's growing lengths until it becomes too expensive. `seconds`: for all.
+    `on_start`: called with implementation and length. Returns the points, and why implementations stopped early."""
     points: list[Point] = []
     stopped: dict[str, str] = {}
     end = time.perf_counter() + seconds

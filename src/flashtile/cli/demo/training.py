@@ -57,18 +57,8 @@ class Comparison:
 
 
 def load_text(path: Path | None, context: int) -> tuple[bytes, str]:
-    """Reads a file, or the help texts that every Python brings along.
-
-    Args:
-        path: any file, text or not; None for Python's own `pydoc_data/topics.py`.
-        context: bytes that the model sees at once; the file must hold at least twice as many.
-
-    Returns:
-        The bytes, and a name for them.
-
-    Raises:
-        UserError: there is no such file, or it is too short.
-    """
+    """(bytes, name) of a file, None for Python's own help texts. Raises UserError unless it holds twice the
+    `context`."""
     path, name = (help_texts(), "Python's help topics") if path is None else (path, path.name)
     try:
         with path.open("rb") as file:
@@ -89,10 +79,8 @@ def load_text(path: Path | None, context: int) -> tuple[bytes, str]:
 def train(
     plan: Plan, text: bytes, attention: CausalAttention, steps: int, report: Report, *, seconds: float = math.inf
 ) -> Training:
-    """Trains a model from a fixed seed on batches from a fixed seed; reports (step, loss).
-
-    It makes fewer steps, though not fewer than `FEWEST_STEPS`, where `seconds` are over before.
-    """
+    """Trains a model from a fixed seed on batches from a fixed seed; reports (step, loss). It makes fewer steps, though
+    not fewer than `FEWEST_STEPS`, if `seconds` are over before."""
     device = plan.device
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     _touch_libraries(device)
@@ -127,11 +115,8 @@ def learning_rate(plan: Plan, step: int) -> float:
 
 
 def compare(plan: Plan, ours: Training, plain: Training) -> Comparison:
-    """Two trainings from the same weights on the same batches differ by rounding alone, or one of them is wrong.
-
-    Small errors show at the first step, where the weights are the same; later the curves tell whether training goes on
-    alike, within what rounding grows to.
-    """
+    """Two trainings from the same weights on the same batches differ by rounding alone. Small errors show at the first
+    step, where the weights are the same; later the curves tell whether training goes on alike."""
     differences = [abs(a - b) for a, b in zip(ours.losses, plain.losses, strict=True)]
     largest = _largest(differences)
     norms = zip(ours.first_gradients, plain.first_gradients, strict=True)

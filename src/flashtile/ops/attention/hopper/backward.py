@@ -611,8 +611,7 @@ def main_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
 
 
 def score_change(call: Call, covered: bool) -> ScoreChange:
-    """The score function, and whether it or the soft cap has derivatives. `covered`: tiles divide the queries and keys,
-    so its indices are known to be theirs."""
+    """The score function, and whether it or the soft cap has derivatives. `covered`: tiles divide queries and keys."""
     program, softcap = call.spec.score_program, call.spec.softcap > 0
     apart = separates_derivatives(call)
     if program is None:

@@ -98,16 +98,15 @@ class DqSums(NamedTuple):
 
 
 class BiasStores(NamedTuple):
-    """How the gradient of a bias that no two scores share leaves: by TMA, through a place on chip for 64 queries and
-    keys."""
+    """How the gradient of a bias that no two scores share leaves: by TMA, through a place for 64 queries and keys."""
 
     descriptor: Any
     place: Any
 
 
 class Outputs(NamedTuple):
-    """How what `sum_dq` makes leaves: dq by `DqSums` or `DqStores`, the gradient of a bias by `BiasStores`. None for
-    those that a call does not need."""
+    """How the results of `sum_dq` leave: dq by `DqSums` or `DqStores`, a bias's gradient by `BiasStores`. None if not
+    needed."""
 
     sums: Any
     stores: Any
@@ -136,8 +135,7 @@ def make_sums_staging(desc, config):
 
 @gluon.jit
 def dq_staging(desc, staging):
-    """A place on chip from which TMA stores dq. `staging`: that of the sums, which are not added to meanwhile; None
-    where nothing is summed."""
+    """A place on chip from which TMA stores dq: `staging` of the sums, None if nothing is summed."""
     if staging is None:
         place = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
     else:
@@ -248,8 +246,8 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
 
 @gluon.jit
 def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
-    """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
-    keys of the tile. `key_slot`: of the first 64 keys. `sum_before`: what it is added to, or None."""
+    """Starts `ds k` of 64 queries, `part`, and at most `SUM_COLUMNS` columns from `column` on, over all keys of the
+    tile. `key_slot`: of the first 64 keys. `sum_before`: what it is added to, or None."""
     k, dscores = shared.k, shared.dscores
     COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
     dq = sum_before
@@ -303,8 +301,7 @@ def load_sum(sums, line, begun, COLUMN: gl.constexpr, WIDTH: gl.constexpr, confi
 
 @gluon.jit
 def keep_sum(sums, dq, line):
-    """Stores a `[64, columns]` block of dq as `add_to_dq` would have added it to zeros. The threads that store it load
-    it again, so nothing has to be waited for."""
+    """Stores a `[64, columns]` block of dq as `add_to_dq` would add it to zeros, for the same threads to load again."""
     COLUMNS: gl.constexpr = dq.shape[1]
     layout: gl.constexpr = _kept_layout(COLUMNS)
     numbers = gl.convert_layout(gl.reshape(by_threads(dq), [ROWS * COLUMNS]), layout, assert_trivial=True)
@@ -392,11 +389,8 @@ def wait_dq_turn(turn_ptr, seen, turn):
 
 @gluon.jit
 def pass_dq_turn(turn_ptr):
-    """Lets the next key tile add, once what TMA has added is in the L2 cache, where all additions meet,
-
-    so the turn needs no release. The fence of a release would wait for everything that the thread block has under way:
-    16 % of all cycles.
-    """
+    """Lets the next key tile add, once what TMA has added is in the L2 cache, where all additions meet. A release's
+    fence would wait for all that the thread block has under way: 16 % of all cycles."""
     await_stores()
     thread_barrier()
     gl.atomic_add(turn_ptr, 1, sem="relaxed")
@@ -617,8 +611,7 @@ def attention_end_kernel(
     sums_ptr, dq_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, query_tiles, lone_tiles, scale,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, M: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Writes `dq = scale · sums` of one tile, unless it is one of the first `lone_tiles` of its line, whose dq the main
-    kernel stores; dq is contiguous but for the padding of its rows."""
+    """Writes `dq = scale · sums` of one tile, but not of the first `lone_tiles` of a line; rows of dq are padded."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
@@ -653,15 +646,9 @@ def begin_kernel(
     row_statistics: bool = False,
     together: int = 1,
 ) -> Kernel:
-    """The kernel of statistics.
-
-    Args:
-        tile: queries of a program.
-        query_tiles: of a head; of a packed call the slots.
-        schedule: of the kernel that sums dq; None: each gradient has a kernel.
-        row_statistics: the portable kernel of a bias's gradient reads them too.
-        together: TOGETHER.
-    """
+    """The kernel of statistics, in programs of `tile` queries. `query_tiles`: of a head; of a packed call the slots.
+    `schedule`: of the kernel that sums dq; None: each gradient has a kernel. `row_statistics`: the portable kernel of a
+    bias's gradient reads them too. `together`: TOGETHER."""
     assert call.dout is not None
     strides = batch_row_head(call.out_shape, call.dout.strides)
     statistics, tensor = pointer_to(torch.float32), pointer_to(call.dtype, 16)

@@ -1,8 +1,5 @@
-"""The loads of the Hopper backward: keys, values, queries, dout and statistics. A warp does nothing else (`produce`).
-Then the buffers of a backward: those that TMA moves, and those that kernels leave for one another.
-
-Letters as in `primitives` and `backward`.
-"""
+"""The loads of the Hopper backward, by a warp of its own (`produce`), and the buffers that kernels leave for one
+another. Letters as in `primitives` and `backward`."""
 
 import math
 from collections.abc import Mapping
@@ -52,11 +49,8 @@ from flashtile.ops.attention.hopper.schedule import (
 
 @gluon.jit
 def produce(config, shared, descriptors, problem, blocks, counter_ptr):
-    """Finds the key tiles of this thread block, and loads what they need as soon as there is a place for it.
-
-    If there is one place for keys and values, the first queries come before them, because the gradients of the tile
-    before leave through that place last.
-    """
+    """Finds the key tiles of this thread block, and loads what they need. With one place for keys and values the first
+    queries come before them, because the gradients of the tile before leave through it last."""
     tiles_done = 0
     steps_done = 0
     number = first_tile_number(counter_ptr, problem, config)
@@ -130,8 +124,8 @@ def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
 
 @gluon.jit
 def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
-    """Loads queries, statistics and dout of step `index` of a key tile without a block mask. The thread block had
-    `steps_done` steps before this key tile."""
+    """Loads queries, statistics and dout of step `index` of a key tile without a block mask, after `steps_done` of
+    other tiles."""
     step = key_tile_step(work, index, config)
     tile = visited_tile(work, step.tile, config)
     if config.SHARES_PROGRESS:
@@ -143,8 +137,7 @@ def load_step(work, index, steps_done, config, shared, descriptors, problem, cou
 
 @gluon.jit
 def load_queries(work, count, step, kind, turn, config, shared, descriptors):
-    """Loads what the thread block's step number `count` needs of a query tile. The statistics complete the same barrier
-    as the queries."""
+    """Loads what the thread block's step `count` needs of a query tile; statistics complete the queries' barrier."""
     q = shared.q
     slot = q.slot(count)
     row = step.tile * config.M

@@ -1,8 +1,5 @@
-"""The vocabulary of the Hopper backward kernels: handovers between warpgroups, query tiles that see a key tile,
-statistics, products and sums, and 16-bit pairs.
-
-Letters as in `primitives` and `backward`.
-"""
+"""The vocabulary of the Hopper backward kernels: handovers, visible query tiles, statistics, products, sums and 16-bit
+pairs. Letters as in `primitives` and `backward`."""
 
 from flashtile._backends.gluon import (
     aggregate,
@@ -149,8 +146,8 @@ def start_transposed(a, b, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
 
 @gluon.jit
 def wide_zeros(ring):
-    """A sum as wide as the tiles of a ring, `[64, WIDTH + TAIL]`, in two chunks: at most `_BLOCK` columns, and what is
-    left. If nothing is left, the second one is not used."""
+    """A sum as wide as the tiles of a ring, in two chunks: at most `_BLOCK` columns, and what is left (unused if
+    nothing)."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
     MORE: gl.constexpr = ring.TAIL if ring.TAIL > 0 else max(ring.WIDTH - _BLOCK, 64)
     main = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
@@ -259,11 +256,8 @@ def _statistics_layout(QUERIES):
 
 @gluon.jit
 def _load_statistic(tile, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
-    """lse (in units of log2) or delta of `QUERIES` queries of a tile, the columns of `sᵀ`.
-
-    Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`, so that the numbers of thread `t` of a row lie
-    side by side.
-    """
+    """lse (log2) or delta of `QUERIES` queries of a tile, the columns of `sᵀ`. Query `16·a + 8·b + 2·t + e` is stored
+    at `16·a + 4·t + 2·b + e`, so that the numbers of thread `t` of a row lie side by side."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     layout: gl.constexpr = _statistics_layout(QUERIES)
     TILE: gl.constexpr = tile.shape[1]
@@ -303,11 +297,8 @@ def _pin_operands(WORDS):
 
 @gluon.jit
 def pin_pairs_before_product(weights):
-    """The same rounded weights, computed before everything that follows, as in `primitives.pin_before_wait`.
-
-    ptxas moves exponentials down past the start of the next product. Then it has no registers for the scores, and makes
-    all products wait for one another (C7512).
-    """
+    """The same rounded weights, computed before everything that follows, as in `primitives.pin_before_wait`. Else ptxas
+    moves exponentials past the start of the next product, and makes all products wait for one another (C7512)."""
     WORDS: gl.constexpr = min(16, weights.shape[1] // 4)
     PIN: gl.constexpr = _pin(WORDS)
     OPERANDS: gl.constexpr = _pin_operands(WORDS)
@@ -357,7 +348,7 @@ def scaled_by_dropout(dv, problem):
 
 @gluon.jit
 def start_store(descriptors, ring, slot, total, work, row, PACKED: gl.constexpr):
-    """Starts the store of a sum of 64 keys, from `row` on, through a slot of a ring. Keys past the end are not
+    """Starts the store of a sum of 64 keys from `row` on, through a slot of a ring. Keys past the end are not
     written."""
     COLUMNS: gl.constexpr = total.main.shape[1]
     dtype: gl.constexpr = ring.tiles.dtype

@@ -122,8 +122,8 @@ class KernelConfig:
 
 
 class ScoreChange(NamedTuple):
-    """A score function, and whether it or a soft cap has derivatives. `captured`, `sizes`: addresses and sizes of the
-    tensors that the function reads, None without any. The others are constants, with the meanings of `KernelConfig`."""
+    """A score function's inputs: addresses and sizes of what it reads, None without any. The other fields:
+    `KernelConfig`."""
 
     captured: Any
     sizes: Any
@@ -542,8 +542,8 @@ def listed_step(count, config, shared):
 
 @gluon.jit
 def dq_sum_tile(work, head, tile, config):
-    """The number of a query tile of a head of the group among those whose dq is summed. With whole lines, each thread
-    block has a place for one line, and uses it again for the next."""
+    """The number of a query tile of a head among those whose dq is summed; with whole lines, in the thread block's one
+    line."""
     if config.WHOLE_LINES:
         number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
     else:
@@ -588,8 +588,8 @@ def _enlargement(dtype, sums_slopes, config):
 
 @gluon.jit
 def modified_scores(s, key, first_query, first_key, head, tables, work, problem, config):
-    """Scores `sᵀ` with what changes them, and what `compute_ds` takes: the tanh of the soft cap, or if
-    FUNCTION_DERIVATIVE the derivatives. `tables`: what `load_tables` returns."""
+    """Scores `sᵀ` with what changes them, and what `compute_ds` takes: the tanh of the soft cap, or a function's
+    derivatives."""
     side = problem.side
     units = problem.units
     if units.cap_scale is not None:
@@ -652,8 +652,8 @@ def compute_p(
 def load_tables(
     first_key, slot, step, part: gl.constexpr, work, bias_tiles, problem, config, WHICH: gl.constexpr
 ):  # fmt: skip
-    """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step, whose queries lie in `slot`, and of the
-    `WHICH`-th 64 keys, and what a score function reads for them. `bias_tiles`: those that TMA brought, or None."""
+    """What TMA or this thread reads of bias, mask and score function for `sᵀ` of part `part` of a step, whose queries
+    lie in `slot`, and the `WHICH`-th 64 keys. `bias_tiles`: those that TMA brought, or None."""
     QUERIES: gl.constexpr = config.M // config.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     side = problem.side
@@ -760,8 +760,7 @@ def compute_ds(inner, config):
 
 @gluon.jit
 def signed_by_dropout(p, dropout, first_query, first_key):
-    """The weights `pᵀ` that dropout keeps, which it does not scale yet, and all weights, with a minus before those that
-    it drops, so which these are takes no registers."""
+    """The weights `pᵀ` that dropout keeps, not yet scaled, and all weights, with a minus before those that it drops."""
     layout: gl.constexpr = p.type.layout
     kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
     return gl.where(kept, p, 0.0), gl.where(kept, p, -p)
@@ -769,8 +768,7 @@ def signed_by_dropout(p, dropout, first_query, first_key):
 
 @gluon.jit
 def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem, config):
-    """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops.
-    `dtype`: in which the factors were handed on."""
+    """`dsᵀ` in 16 bits from `dpᵀ` and the factors of `dpᵀ - delta`. `dtype`: in which the factors were handed on."""
     factors *= 1.0 / _enlargement(dtype, problem.slope_sums_ptr is not None, config)
     if problem.side.dropout_seed is not None:
         kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)

@@ -102,8 +102,8 @@ class BiasTile(NamedTuple):
 
 
 class Sharer(NamedTuple):
-    """A sequence and a query head of it that share a tile of the bias; and in a packed call where the queries and keys
-    of the sequence begin and how many there are, else 0. `sequence` is negative after the last one."""
+    """A sequence and query head that share a tile of the bias (negative after the last), and in a packed call its
+    rows."""
 
     sequence: Any
     head: Any
@@ -298,8 +298,7 @@ def _sharer(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
 
 @gluon.jit
 def _key_tile_work(tile, sharer, problem, config):
-    """The work that the main kernel would have with these keys, for a sequence and head, and which of that work's heads
-    this one is."""
+    """The main kernel's work with these keys of a sequence and head, and which of that work's heads this one is."""
     key_tile = KeyTile(
         tile.first_key, sharer.sequence, sharer.head // problem.group, sharer.begin_q, sharer.seq_q, sharer.begin_k,
         sharer.seq_k,

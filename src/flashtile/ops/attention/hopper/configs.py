@@ -97,8 +97,8 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 
 
 def score_columns(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Columns of the first chunk that scores are products of, a multiple of what one instruction multiplies. A chunk of
-    up to 64 is not cut, because exponentials take the time there."""
+    """Columns of the first chunk that scores are products of: cut to what one instruction multiplies, but not up to
+    64."""
     least = 32 // dtype.itemsize
     width, _ = column_chunks(head_dim, dtype)
     return min(-(-head_dim // least) * least, width) if width > 64 else width
@@ -341,8 +341,8 @@ def _within_tile(row: HopperConfig, block_tile: tuple[int, int], widest: int) ->
 
 
 def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> HopperConfig:
-    """With the tiles of a bias on chip, in as many stages as fit beside a place for output, else without one, if output
-    can leave through the place of the queries. As it is where there is no room for two stages."""
+    """With the tiles of a bias on chip, in as many stages as fit beside a place for output, else without one; as it is
+    if there is no room for two stages."""
     chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
     through_queries = chunks_v[0] <= chunks[0] and chunks_v[1] <= chunks[1]
     for outs in (1, 0) if through_queries else (1,):
@@ -354,8 +354,8 @@ def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype
 
 
 def moves_by_tma(bias: TensorFacts | None, dtype: torch.dtype) -> bool:
-    """Whether TMA can bring tiles of a bias: it has queries and keys, the dtype of q, and rows of keys that lie side by
-    side, at multiples of 16 bytes. `dtype`: of q."""
+    """Whether TMA can bring tiles of a bias: with queries and keys, in the dtype of q, rows at multiples of 16
+    bytes."""
     if bias is None or bias.dtype is not dtype or 1 in bias.shape[2:] or bias.strides[2] == 0 or bias.strides[3] != 1:
         return False
     used = (stride for size, stride in zip(bias.shape, bias.strides[:-1]) if size > 1)
@@ -380,8 +380,7 @@ BIAS_BYTES = 2
 
 
 def table_bytes(*tables: TensorFacts | None) -> int:
-    """Bytes of tables that a thread holds for each of its scores, about. It holds few of a table that broadcasts along
-    a dimension."""
+    """Bytes of tables that a thread holds for each of its scores, about: few of a table that broadcasts."""
     return sum(1 if 1 in table.shape[2:] else max(2, table.dtype.itemsize) for table in tables if table is not None)
 
 
@@ -404,8 +403,8 @@ def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torc
 
 
 def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Tiles of queries on chip: two, where products read them there and there is room, so that the next ones arrive
-    while the last products are computed."""
+    """Tiles of queries on chip: two where products read them there and there is room, so that the next ones arrive
+    early."""
     if config.q_in_registers:
         return 1
     room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=2, outs=config.consumers)
@@ -420,8 +419,7 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
 
 
 def alone_with_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
-    """One consumer instead of several, and as many stages as there is room for: for few rows and many keys of 16 bits.
-    The bits of a row stay."""
+    """One consumer, and as many stages as fit: for few rows and many 16-bit keys. The bits of a row stay."""
     alone = config._replace(consumers=1, in_turn=False, registers=240, max_registers=168, resident=1)
     cuts = [alone._replace(stages=stages) for stages in range(config.stages, 2 * config.stages + 3)]
     return next((cut for cut in reversed(cuts) if shared_memory(cut, head_dim, head_dim_v) <= cut.room), alone)

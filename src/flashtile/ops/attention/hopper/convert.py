@@ -1,5 +1,4 @@
-"""Kernels that convert operands ahead of those that multiply: float32 into three bfloat16 parts, 8-bit values into
-bfloat16.
+"""Kernels that convert operands ahead: float32 into three bfloat16 parts, 8-bit values into bfloat16.
 
 A float32 number is the sum of three bfloat16 numbers, its *parts*: high, middle and low. A product of two is six
 products of parts; the other three are at most 2⁻²⁵ of it. `attention_parts_kernel` writes the parts of a tensor: the
@@ -137,8 +136,7 @@ _SPLIT_NUMBERS = 8192
 
 
 class Operand(NamedTuple):
-    """A tensor `[batch, rows, heads, head_dim]` that is split into parts of `width` columns each. `buffer`: where it
-    lies."""
+    """A tensor `[batch, rows, heads, head_dim]`, in `buffer`, that is split into parts of `width` columns each."""
 
     buffer: str
     shape: tuple[int, ...]
@@ -147,8 +145,8 @@ class Operand(NamedTuple):
 
 
 class SplitOperands(NamedTuple):
-    """Of operands by name: the kernels that write their parts, the layouts of the buffers `<name>_parts`, and these as
-    TMA moves them."""
+    """By operand: the kernels that write its parts, the layout of the buffer `<name>_parts`, and that as TMA moves
+    it."""
 
     kernels: dict[str, Kernel]
     layouts: dict[str, Layout | None]

@@ -211,11 +211,8 @@ def step_turn(index, step):
 
 @gluon.jit
 def part_slot(turn, PLACE: gl.constexpr):
-    """The slot of a part in its turn: a ring has a place for each part of a step,
-
-    so it lies at a constant place. If the compiler saw that, it would keep the descriptors of all products in
-    registers, which the loops do not have.
-    """
+    """The slot of a part in its turn, at a constant place, because a ring has one for each part of a step. If the
+    compiler saw that, it would keep the descriptors of all products in registers."""
     return Slot(PLACE + turn.zero, turn.phase)
 
 
@@ -228,8 +225,8 @@ def acquire_own(ring, FIRST: gl.constexpr):
 
 @gluon.jit
 def chunked_product(own, FIRST: gl.constexpr, visited, turn, RELEASES: gl.constexpr):
-    """`a bᵀ` `[64, 64]` over all columns: of the own parts from `FIRST` on, and the visited ones. RELEASES: it releases
-    these."""
+    """`a bᵀ` `[64, 64]` over all columns of the own parts from `FIRST` on and the visited ones, which it RELEASES or
+    keeps."""
     for part in gl.static_range(PARTS):
         visited.acquire(part_slot(turn, part))
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
@@ -258,8 +255,8 @@ def start_product(total, own, OWN: gl.constexpr, visited, VISITED: gl.constexpr,
 
 @gluon.jit
 def add_product(total, a, visited, turn, COLUMN: gl.constexpr):
-    """The sums plus `a b`, of as many columns of b from `COLUMN` on as there are sums. It releases b. `a`: float32, in
-    registers."""
+    """The sums plus `a b`, of as many columns of b from `COLUMN` on as there are sums; `a`: float32, in registers.
+    Releases b."""
     operand: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
     high, middle, low = split_bf16x3(a)
     high = gl.convert_layout(high, operand, assert_trivial=True)

@@ -1,13 +1,7 @@
 """Forward kernel for Hopper of float32, heads of 65 to 512 columns, in products of bfloat16.
 
-A thread block has 64 queries, whose columns two warpgroups share (`float32_forward`). Operands come and are multiplied
-in parts (`float32_forward`). Per 64 keys (letters and formulas as in `forward`)::
-
-    s = q kᵀ
-    p = exp2(c·s - r)
-    o = o·exp2(r₀ - r) + p v
-
-`r` is the largest score so far, `r₀` that before.
+A thread block has 64 queries, whose columns two warpgroups share. Operands come and are multiplied in parts
+(`convert`). Formulas and letters are those of `forward`; `r` is the largest score so far.
 """
 
 from typing import Any, NamedTuple
@@ -162,8 +156,8 @@ class Parts(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """Descriptors of the parts of what a producer loads: own rows, the visited ones that they are multiplied with, and
-    those that are multiplied into the sums."""
+    """Descriptors of the parts of own rows, of the visited ones that they are multiplied with, and of the sums'
+    operand."""
 
     own: Any
     visited: Any
@@ -239,8 +233,8 @@ def acquire_staying(ring, STAYING: gl.constexpr):
 
 @gluon.jit
 def chunked_product(own, STAYING: gl.constexpr, stream, read, COUNT: gl.constexpr):
-    """`a bᵀ` `[64, 64]` over `COUNT` chunks, of own rows and of visited ones, which come after `read` tiles of the
-    stream. Returns it, and how many tiles are read then. `own`: those that stay."""
+    """`a bᵀ` `[64, 64]` over `COUNT` chunks of own rows, of which `own` has those that stay, and of visited ones, after
+    `read` tiles of the stream. Returns it, and how many tiles are read then."""
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     for chunk in range(STAYING):
         place = chunk * PARTS
@@ -267,8 +261,8 @@ def load_operand(ring, slots):
 
 @gluon.jit
 def add_products(total, decay, a, stream, read):
-    """The sums times `decay` (None is 1) plus `a b`, where b has as many chunks as there are sums, after `read` tiles
-    of the stream. Returns them, and how many tiles are read then. `a`: float32, in registers."""
+    """The sums times `decay` (None is 1) plus `a b`, with a chunk of b for each sum, after `read` tiles of the stream.
+    `a`: float32, in registers. Returns the sums, and how many tiles are read then."""
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
     high, middle, low = split_bf16x3(a)
     parts = Parts(
@@ -403,8 +397,8 @@ def load_share(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, loads,
 
 @gluon.jit
 def step_scores(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, partial, index, read):
-    """The products of own and visited rows in step `index`, of which both warpgroups get the same bits, and how many
-    tiles of the stream are read after it. `read`: before."""
+    """The products of own and visited rows in step `index`, the same bits for both warpgroups. `read`: tiles of the
+    stream that are read before; returns how many are after it."""
     OTHER: gl.constexpr = 1 - WHICH
     OWN: gl.constexpr = resident_chunks(WHICH, STAYING, config.CHUNKS)
     s, read = chunked_product(rings.own, OWN, rings.stream, read, warpgroup_chunks(WHICH, config.CHUNKS))

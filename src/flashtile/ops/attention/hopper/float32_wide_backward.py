@@ -1,9 +1,5 @@
-"""Backward kernels for Hopper of float32: dv, and dk or dq, in products of bfloat16.
-
-Operands come and are multiplied in parts (`float32_forward`); weights and gradients of scores pass from one warpgroup
-to the other in float32. Formulas and walks are those of `wide_backward`, and so are the roles of dk and dq. In dv two
-warpgroups share 64 keys (`float32_forward`). Gradients are stored out of registers.
-"""
+"""Backward kernels for Hopper of float32: dv, and dk or dq, in products of bfloat16, of operands in parts
+(`float32_forward`). Formulas, walks and roles are those of `wide_backward`; in dv two warpgroups share 64 keys."""
 
 from typing import Any, NamedTuple
 
@@ -41,8 +37,7 @@ from flashtile.ops.attention.hopper.wide_backward import (
 
 
 class Shared(NamedTuple):
-    """The memory on chip that the roles of dk and dq share: own chunks that stay, the streams of `weigh` and of
-    `differentiate`, and the `Exchange`."""
+    """Shared by the roles of dk and dq: own chunks that stay, the streams of either consumer, and the `Exchange`."""
 
     own_scores: Any
     own_values: Any

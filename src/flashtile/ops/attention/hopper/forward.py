@@ -136,8 +136,8 @@ from flashtile.ops.attention.spec import FP8, out_dtype
 
 @aggregate
 class KernelConfig:
-    """The kernel is specialised for its cut, with the names of `configs.HopperConfig`, and for what the call has. So
-    other calls do not pay for that."""
+    """The constants of a kernel: names of `configs.HopperConfig`, and what the call has, so that other calls do not
+    pay."""
 
     EIGHT_BITS: gl.constexpr
     CONSUMERS: gl.constexpr
@@ -501,8 +501,8 @@ def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, blocks):
 def consume_tile(
     tile, tiles_received, key_tiles, config, queue, rings, output, problem, blocks, WHICH: gl.constexpr
 ):  # fmt: skip
-    """Computes 64 rows of a tile, the `tiles_received`-th counted from 1, and stores them. Returns the next tile, and
-    how many key tiles have come out of the rings."""
+    """Computes and stores 64 rows of a tile, the `tiles_received`-th counted from 1. Returns the next tile, and how
+    many key tiles have come out of the rings."""
     k = rings.k
     v = rings.v
     s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
@@ -594,8 +594,8 @@ def consume_tile(
 
 @gluon.jit
 def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
-    """Releases the next key tiles without a look, and lets the other consumers have its turns. Returns the number of
-    tiles taken from the rings so far."""
+    """Releases the next key tiles unseen, and gives the other consumers its turns. Returns the tiles taken from the
+    rings."""
     for _ in range(count):
         slot = key_slot(rings, key_tiles)
         rings.k.acquire(slot)
@@ -617,8 +617,8 @@ def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
 
 @gluon.jit
 def step_query(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
-    """The queries as an operand for one key tile. With a single stage it has an address that is not known to be that of
-    other steps (`hidden_zero`)."""
+    """The queries as an operand for one key tile; with a single stage at an address that is not known
+    (`hidden_zero`)."""
     if config.ONE_STAGE:
         query = query_operand(rings.q, Slot(q_slot.place + hidden_zero(key_tiles), q_slot.phase), s_layout, config)
     return query

@@ -149,8 +149,8 @@ def start_scores(query, rings, slot, zeros, config):
 
 @gluon.jit
 def _start_columns(q, k, s, COLUMNS: gl.constexpr, COUNT: gl.constexpr):
-    """Adds the product of `COUNT` columns, a power of two, to `s` if it is one of those that sum to `COLUMNS`. Larger
-    ones come before it."""
+    """Adds the product of `COUNT` columns to `s` if it is one of the powers of two that sum to `COLUMNS`, largest
+    first."""
     if COLUMNS & COUNT:
         FIRST: gl.constexpr = COLUMNS - COLUMNS % (2 * COUNT)
         columns = tile_slice(k, FIRST, COUNT, 1).permute([1, 0])
@@ -238,8 +238,8 @@ def first_sums(probs, dtype: gl.constexpr, config):
 def weights_by_sums(
     s, n, modifiers, view, softmax, in_flight, v, v_slot, p_layout: gl.constexpr, config, WHICH: gl.constexpr
 ):  # fmt: skip
-    """bfloat16 weights of the `n`-th key tile, the statistics with them, and `out` when its product has come to an end.
-    Weights come first: they show in which rows they are too large."""
+    """bfloat16 weights of the `n`-th key tile, statistics, and `out` when its product has ended. Weights come first,
+    because they show in which rows they are too large."""
     scale_log2 = modifiers.scale_log2
     row_sum = softmax.row_sum
     reference = softmax.reference
@@ -292,8 +292,8 @@ def exponent(x):
 def weights_by_maxima(
     s, n, modifiers, view, softmax, in_flight, v, v_slot, p_layout: gl.constexpr, config, WHICH: gl.constexpr
 ):  # fmt: skip
-    """float16 weights of the `n`-th key tile, the statistics with them, and `out` when its product has come to an end.
-    Scores come first: references follow those that are too large."""
+    """float16 weights of the `n`-th key tile, statistics, and `out` when its product has ended. Scores come first,
+    because references follow those that are too large."""
     scale_log2 = modifiers.scale_log2
     row_sum = softmax.row_sum
     reference = softmax.reference
@@ -353,8 +353,8 @@ def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
 
 @gluon.jit
 def largest_weights(probs, config):
-    """The largest weights of rows, in parts; 0 where nobody asks for them. They tell the largest scores: the logarithm
-    of a row's largest weight is its distance from the reference."""
+    """The largest weights of rows, in parts, which tell the largest scores by their distance from the reference; or
+    0."""
     largest = gl.to_tensor(0)
     if config.MAX_SCORES:
         largest = row_maxima(probs)
@@ -394,8 +394,8 @@ class HeadModifiers(NamedTuple):
 
 
 class FunctionInputs(NamedTuple):
-    """The inputs of a score function; without one nobody reads them. `scale`: `function_scale` of `scores.ScoreUnits`.
-    `captured`, `sizes`: addresses and sizes of the tensors; None without any."""
+    """Inputs of a score function: `function_scale` of `ScoreUnits`, addresses and sizes of the tensors (None without
+    any)."""
 
     scale: Any
     sequence: Any
@@ -457,8 +457,7 @@ def forward_dropout(problem, sequence, head):
 
 @gluon.jit
 def function_scores(s, first_key, read, function, view, config):
-    """The scores of the user's function, from scores `[M, N]` without the factor of the exponential and from its
-    reads."""
+    """The user's function of scores `[M, N]`, without the factor of the exponential, and of its reads."""
     key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return config.SCORE_FUNCTION(
         s * function.scale, batch=function.sequence, head=function.head, q_index=view.row[:, None],
@@ -469,8 +468,8 @@ def function_scores(s, first_key, read, function, view, config):
 
 @gluon.jit
 def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constexpr, WHICH: gl.constexpr):
-    """The tiles of the tables that belong to the `n`-th key tile, which lies in `slot`, in the layout of scores, and
-    what a score function reads for it."""
+    """The tiles of the tables, and what a score function reads, for the `n`-th key tile in `slot`, in the layout of
+    scores."""
     N: gl.constexpr = rings.k.ROWS
     bias = 0
     mask = 0

@@ -1,7 +1,4 @@
-"""Host side of the Hopper kernels: the pipelines of forward and backward. The backend module that `select` names.
-
-The kernels' own files describe them for a pipeline. Strides, lengths, batch and heads do not decide machine code.
-"""
+"""Host side of the Hopper kernels: the pipelines of forward and backward. The backend module that `select` names."""
 
 from __future__ import annotations
 
@@ -95,8 +92,7 @@ _SHORT_ROWS = 511
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """Runs the forward kernels. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse), or (out,
-    lse, max_scores)."""
+    """Runs the forward kernels: (out, lse), or (out, lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     if not ends_by_rows(k, v, side):
@@ -155,8 +151,7 @@ def prepare_backward(
 
 
 def _preparable(k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
-    """Whether plans depend on no more than how tensors lie (those of float32 do on PyTorch's TF32 mode), and kernels
-    read the tensors themselves."""
+    """Whether plans depend on no more than how tensors lie, and kernels read the tensors themselves."""
     return k.dtype is not torch.float32 and spec.scale > 0 and ends_by_rows(k, v, side)
 
 
@@ -270,8 +265,7 @@ def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
 
 @plan_cache
 def plan_backward(call: Call) -> BackwardPlan:
-    """Everything that can be decided before the tensors' contents are known. Wide heads, and float32, have a kernel for
-    each gradient."""
+    """The launches of a backward. Wide heads, and float32, have a kernel for each gradient."""
     call.check_sizes()
     if call.dtype is torch.float32 or is_wide(*call.head_dims):
         return BackwardPlan(separate_pipeline(call), by_key=True)

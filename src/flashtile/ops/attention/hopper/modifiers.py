@@ -92,8 +92,8 @@ def near_shift(shift, first, keys, ROWS: gl.constexpr):
 
 @gluon.jit
 def raised_to_near(statistic, slope, shift, near, SIGN: gl.constexpr):
-    """A row statistic of scores (natural logarithm) as one of scores with the `near_shift` for `shift`, for SIGN 1; for
-    -1 the other way round. One operation, which rounds once."""
+    """A row statistic (natural logarithm) as one of scores with the `near_shift`, for SIGN -1 the other way round, in
+    one operation, which rounds once."""
     return gl.fma(gl.abs(shift - near).to(gl.float32), SIGN * slope, statistic)
 
 
@@ -160,8 +160,8 @@ def lowered_by_distance(scores, position, first, slope):
 
 
 class TableTiles(NamedTuple):
-    """The tiles of bias and mask that belong to a tile of scores, and what a score function reads for it, a tuple; each
-    a placeholder where a call has nothing of the kind."""
+    """The bias, the mask and what a score function reads for a tile of scores; a placeholder for what a call does not
+    have."""
 
     bias: Any
     mask: Any
@@ -177,7 +177,7 @@ class MovedBias(NamedTuple):
 
 @gluon.jit
 def head_table(pointer, numbers, sequence, head):
-    """A pointer to the first element of a head of a sequence; None where there is no table. `numbers`:
+    """A pointer to the first element of a head of a sequence; None without a table. `numbers`:
     `parameters.TableNumbers`."""
     first = None
     if pointer is not None:
@@ -202,8 +202,8 @@ def bias_bytes(tiles, PARTS):
 def move_bias(
     bias, tiles, place, sequence, head, query, key, barrier, PARTS: gl.constexpr, ALONG_KEYS: gl.constexpr
 ):  # fmt: skip
-    """Producer: starts the loads of the tiles of stage `place` of a head's bias, from `query` and `key` on, beside each
-    other along queries or keys. If a bias broadcasts along sequences or heads, its descriptor has one of them."""
+    """Producer: loads the tiles of stage `place` of a head's bias from `query` and `key` on, side by side along one of
+    both."""
     sequence = gl.where(bias.numbers.stride_batch == 0, 0, sequence)
     head = gl.where(bias.numbers.stride_head == 0, 0, head)
     for part in gl.static_range(PARTS):
@@ -462,8 +462,7 @@ LEAST_UNIT = gl.constexpr(2.0**-126)
 
 @gluon.jit
 def load_descale(pointer, strides, group, sequence, head, exists):
-    """The factor of a query head, 1 where there is none. `group` query heads share one. `exists`: whether there is such
-    a sequence."""
+    """The factor of a query head, 1 without one or without such a sequence. `group` query heads share one."""
     factor = gl.to_tensor(1.0)
     if pointer is not None:
         place = sequence.to(gl.int64) * strides.batch + head // group * strides.head
@@ -478,8 +477,7 @@ def _constant(value, dtype: gl.constexpr):
 
 @gluon.jit
 def _hyperbolic_tangent(x, PRECISE: gl.constexpr):
-    """To a few units of 2⁻²⁴, as the portable backward computes it. A division would multiply twice more, to be right
-    for denormal numbers."""
+    """To a few units of 2⁻²⁴. A division would multiply twice more, to be right for denormal numbers."""
     inverse = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(x * 2.8853900817779268)], dtype=gl.float32, is_pure=True,
         pack=1,
@@ -534,8 +532,8 @@ TILE_INFO_FIELDS = gl.constexpr(4)
 
 
 class BlockLists(NamedTuple):
-    """The lists of a block mask. `numbers`: where in them the parts begin that a kernel reads, and how far apart the
-    lines of two batch entries and of two heads are (`parameters.BlockNumbers`)."""
+    """A block mask's lists. `numbers` (`parameters.BlockNumbers`): where the parts begin that a kernel reads, and their
+    strides."""
 
     lists_ptr: Any
     numbers: Any
@@ -594,7 +592,7 @@ def load_tile_kind(blocks, entry, last_entry, tile):
 @gluon.jit
 def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.constexpr):
     """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
-    tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""
+    tiles of `OTHER`. A line without entries (not `listed`) has an invisible one."""
     place = blocks.lists_ptr + entry + step // (TILE // OTHER)
     tile = gl.load(place + blocks.numbers.tiles, mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
     return tile, gl.load(place + blocks.numbers.kinds, mask=listed, other=EMPTY)
@@ -602,8 +600,8 @@ def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
-    """How many stored tiles are before that of `listed_tile` in the other list that it is in. The ranks of all entries
-    lie behind their kinds, as these do behind their numbers."""
+    """How many stored tiles are before that of `listed_tile` in the other list. The ranks lie behind the entries'
+    kinds."""
     numbers = blocks.numbers
     return gl.load(blocks.lists_ptr + entry + step // (TILE // OTHER) + (2 * numbers.kinds - numbers.tiles))
 
@@ -637,8 +635,8 @@ def _bits_layout(WORDS):
 def load_bits(
     blocks, kind, first_row, column, COLUMNS: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_COLUMNS: gl.constexpr
 ):
-    """`[64, COLUMNS / 32]` words: what is visible of the `column`-th tile of COLUMNS to 64 rows from `first_row` on. Of
-    a tile without a pattern nothing is read, and all words are 0."""
+    """`[64, COLUMNS / 32]` words: what is visible of the `column`-th COLUMNS of a tile to 64 rows; 0 without a
+    pattern."""
     WORDS: gl.constexpr = COLUMNS // 32
     layout: gl.constexpr = _bits_layout(WORDS)
     # What all threads share first: then a thread's own part is a single offset.

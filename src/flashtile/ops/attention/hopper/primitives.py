@@ -306,8 +306,8 @@ def packed_sequence(starts, place, batch, scale, TILE: gl.constexpr):
 
 @gluon.jit
 def publish_tile(queue, count, tile, TOLD: gl.constexpr):
-    """The producer's side of the queue: what it tells of the `count`-th tile. `tile`: a `NamedTuple` whose first number
-    is negative after the last tile. `TOLD`: whether each of its fields is told."""
+    """The producer's side of the queue: publishes the `count`-th tile, a `NamedTuple` whose first number is negative
+    after the last one. `TOLD`: which of its fields."""
     slot, phase = ring_slot(count, 2)
     mbarrier.wait(queue.empty.index(slot), phase ^ 1)
     place = 0
@@ -357,9 +357,7 @@ def read_number(place):
 @gluon.jit
 def await_stores():
     """Until all that a warpgroup stored or added by TMA is in place; `tma_store_wait` waits only for its being read.
-
-    The operand gives the instruction its threads.
-    """
+    The operand gives the instruction its threads."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r,~{memory}",
         [gl.arange(0, WARPGROUP, gl.BlockedLayout([1], [32], [4], [0]))], dtype=gl.int32, is_pure=False, pack=1,
@@ -367,8 +365,7 @@ def await_stores():
 
 
 class KeyTileRange(NamedTuple):
-    """The key tiles `[begin, end)` that query rows visit, of which all rows see the whole of those in
-    `[full_begin, full_end)`."""
+    """Key tiles `[begin, end)` that query rows visit; all rows see the whole of those in `[full_begin, full_end)`."""
 
     begin: Any
     full_begin: Any
@@ -511,8 +508,7 @@ def pin_before_wait(sums):
 
 @gluon.jit
 def wait_products(IN_FLIGHT: gl.constexpr):
-    """Waits until so many products are in flight, and takes no result: the sums of those that are complete may be those
-    that others still add to."""
+    """Waits until so many products are in flight, without taking results, to which the others may still add."""
     gl.inline_asm_elementwise(_wait_products(IN_FLIGHT), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -538,8 +534,7 @@ def pack(x, dtype: gl.constexpr):
 
 @gluon.jit
 def split_off(x, COUNT: gl.constexpr):
-    """`[M, N]` in pieces: the first `COUNT` columns, and then so many each time as came before. Each thread keeps what
-    it holds."""
+    """`[M, N]` in pieces, without moving values: the first `COUNT` columns, then so many each time as came before."""
     N: gl.constexpr = x.shape[1]
     if N == COUNT:
         pieces = (x,)

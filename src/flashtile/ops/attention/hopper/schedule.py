@@ -47,8 +47,8 @@ def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr)
 
 @gluon.jit
 def line_group(line, lines, together, closing):
-    """The first of the lines that take turns with `line`, and how many they are: `together`, the last ones `closing`
-    or a few more."""
+    """The first of the lines that take turns with `line`, and how many they are: `together`, at the end at least
+    `closing`."""
     last = gl.maximum(lines - closing, 0) // together * together
     first = gl.minimum(line // together * together, last)
     return first, gl.where(first < last, together, lines - last)
@@ -91,8 +91,8 @@ def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
 
 
 class LocatedTile(NamedTuple):
-    """The place of a tile: sequence, head, its first row in the sequence (at or past the length: an empty slot), and
-    where the sequence begins and how long it is, in the tensor that the tiles divide and in the other one."""
+    """A tile's sequence, head and first row in it (at or past the length: an empty slot), and where the sequence lies
+    in the tensor that the tiles divide and in the other one."""
 
     sequence: Any
     head: Any
@@ -172,8 +172,7 @@ def write_rank(order, sequence, batch, cu_seqlens_q_ptr, rows_q):
 
 @gluon.jit
 def place_in_order(order_ptr, batch, tile):
-    """The place of the sequence that has key tile number `tile` of a line, as `SequenceOrder` has them: the last one
-    that no more tiles come before."""
+    """The place, in `SequenceOrder`, of the sequence that has key tile number `tile` of a line."""
     low = 0
     high = batch
     while low < high:
@@ -493,8 +492,8 @@ class BackwardSchedule(NamedTuple):
         return call.is_covered(self.config.block_m, self.config.block_n)
 
     def programs(self, call: Call) -> int:
-        """Thread blocks of the main kernel. Those of long walks, all of one length, are no more than each round of them
-        needs (`_POWER_BOUND_WALK`)."""
+        """Thread blocks of the main kernel: for long walks of one length no more than each round needs
+        (`_POWER_BOUND_WALK`)."""
         lines = call.lines_kv * self.shares
         if not self.config.producer:
             return self.key_tiles * lines
@@ -613,9 +612,8 @@ def lone_query_tiles(call: Call, config: BackwardConfig) -> int:
 
 
 def may_divide_queries(call: Call, group: int) -> bool:
-    """Whether the walks over queries may be in parts: they all have the same queries, and none waits for another's
-    progress. Side inputs of the scores are numbered by query heads and key/value heads, which parts repeat. `group`:
-    query heads of a walk."""
+    """Whether walks may be parts: none waits for another, and no side input of scores counts heads. `group`: heads of a
+    walk."""
     may = not (call.spec.banded or call.spec.batch_invariant) and call.aux.leaves_scores
     return may and group * call.rows_q < WALK_BEYOND_CACHE
 
@@ -638,31 +636,30 @@ def _may_mask_last(call: Call, config: BackwardConfig) -> bool:
 
 
 def _may_reverse_walks(call: Call, config: BackwardConfig, ordered: bool) -> bool:
-    """Whether some key tiles may visit their queries upwards (`backward_tiles.reverses_walk`): under a causal mask,
-    where they add in no order."""
+    """Whether some key tiles may visit their queries upwards: under a causal mask, if they add in no order."""
     spec = call.spec
     causal = spec.window_right is not None and spec.window_left is None and spec.block_shape is None
     return causal and not call.packed and config.producer and not ordered
 
 
 def _may_rotate_walks(call: Call) -> bool:
-    """Whether key tiles may begin at the same query tile (`backward_tiles.rotated_start`): in a window that ends on
-    both sides, where they add in no order."""
+    """Whether key tiles may begin at the same query tile: in a window that ends on both sides, if they add in no
+    order."""
     spec = call.spec
     window = spec.window_left is not None and spec.window_right is not None
     return window and spec.block_shape is None and not spec.deterministic
 
 
 def _may_share_progress(call: Call, config: BackwardConfig) -> bool:
-    """Whether the key tiles of a call without a mask may begin where others of their line are
-    (`backward_tiles.shared_progress`): where they add in no order, and a producer can look for that."""
+    """Whether key tiles may begin where others are: without a mask, if they add in no order, and a producer can
+    look."""
     spec = call.spec
     return not (spec.block_shape is not None or call.packed or spec.deterministic) and config.producer
 
 
 def _may_reverse_lines(call: Call) -> bool:
-    """Whether every second group of lines may be reversed (`backward_tiles.reverses_line`). If heads share keys the
-    thread blocks of a line would be too far apart for the L2 cache, because a query tile is a step for each head."""
+    """Whether every second group of lines may be reversed: not if heads share keys, because a step for each head takes
+    the thread blocks of a line too far apart for the L2 cache."""
     spec = call.spec
     may = spec.deterministic and not spec.batch_invariant
     return may and spec.window_right is not None and spec.block_shape is None
@@ -686,8 +683,8 @@ def tiles_done_before_last(tiles: int, lines: int, group: int, programs: int) ->
 
 
 def tiles_before_last(tiles: int, lines: int, group: int) -> int:
-    """How many key tiles come before those of the last lines that take turns, which are `_closing_lines` or a few more.
-    `group`: query heads of a walk."""
+    """Key tiles before those of the last lines that take turns, `_closing_lines` or a few more, of `group` query
+    heads."""
     closing = max(TILES_AT_THE_END.value // tiles, 1)
     if group > 1:
         closing = min(closing, TILES_AT_ONCE.value // 8)

@@ -1,7 +1,4 @@
-"""How the kernels with one gradient each are cut, those of wide heads and of float32, and the forward of float32.
-
-Nothing here needs Triton.
-"""
+"""How the kernels with one gradient each are cut (wide heads, float32), and the forward of float32. No Triton here."""
 
 from __future__ import annotations
 
@@ -104,8 +101,8 @@ STREAM_PLACES = 2 * PARTS
 
 
 def cut_shared_rows(chunks: int) -> tuple[int, int]:
-    """How many own chunks of each warpgroup stay on chip, of `chunks` that two warpgroups share, and the places of the
-    stream of each."""
+    """How many of `chunks` of own rows stay on chip for each of two warpgroups, and the places of the stream of
+    each."""
     room = (SHARED_MEMORY - SHARERS * EXCHANGE_BYTES - OVERHEAD) // TILE_BYTES
     staying = -(-chunks // SHARERS)
     while (places := (room - _staying_tiles(chunks, staying)) // SHARERS) < STREAM_PLACES:
@@ -165,8 +162,7 @@ def float32_forward_shared_memory(config: Float32ForwardConfig) -> int:
 
 
 def parts_pay(call: Call) -> bool:
-    """Whether products of parts are faster than those of the portable kernels, which cut a row into parts as they
-    go."""
+    """Whether products of parts are faster than the portable kernels, which cut a row into parts as they go."""
     tiles = call.batch * call.heads * -(-call.rows_q // CONSUMER_ROWS)
     return max(call.head_dims) > HALF_WIDE or call.rows_k >= min(LONG_KEYS, _KEYS_OF_A_TILE * tiles)
 
@@ -253,8 +249,7 @@ def float32_wide_shared_memory(config: Float32WideConfig) -> tuple[int, int]:
 
 
 def serves_float32(call: Call) -> bool:
-    """Whether kernels of float32 have heads like these: `float32_forward`, or `float32_backward` and
-    `float32_wide_backward`."""
+    """Whether `float32_forward`, or `float32_backward` and `float32_wide_backward`, have heads like these."""
     head_dim, head_dim_v = call.head_dims
     if call.phase == "forward":
         return NARROW < max(head_dim, head_dim_v) <= MAX_HEAD_DIM
