@@ -179,11 +179,9 @@ _RATIOS: dict[str, tuple[str, Callable[..., list[str]], dict[str, tuple[Any, ...
         _NAMES[peer]: (*_PORTABLE, (peer,)) for peer in ("sdpa-flash", "flex", "sdpa-cudnn")
     }),
     "masks": ("flashtile against FlexAttention", means, {
-        "block masks, 5 to 50 % of the tiles (`hopper`)": (*_MASKS, KEEP["tiles"]),
-        "causal windows of 128 to 4,096 keys (`hopper`)": (*_MASKS, KEEP["window"]),
-        "a soft cap (`hopper`)": (*_MASKS, KEEP["softcap"]),
-        "a bias shared by the batch, with its gradient (`triton`)": (*_MASKS, KEEP["bias"]),
-        "65,536 tokens of documents (`hopper`)": (*_MASKS, KEEP["documents"]),
+        "block masks, 5 to 50 % of the tiles": (*_MASKS, KEEP["tiles"]),
+        "a soft cap": (*_MASKS, KEEP["softcap"]),
+        "65,536 tokens of documents": (*_MASKS, KEEP["documents"]),
     }),
     "features": ("feature", means, {
         "dropout 0.1, heads of 32 and 64": (*_FEATURES, KEEP["dropout, narrow heads"]),
@@ -199,7 +197,6 @@ _RATIOS: dict[str, tuple[str, Callable[..., list[str]], dict[str, tuple[Any, ...
         "windows of 127 to 4,096 keys, grouped heads": (*_SHAPES, KEEP["window"]),
         "sequences of 49 to 197 tokens, or 77 keys": (*_SHAPES, KEEP["short"]),
         "all of them": _SHAPES,
-        "the same on an H100, in earlier code": ("h100-shapes", *_SHAPES[1:]),
     }),
     "float32": ("float32, heads of", compared, {
         "32 and 64": (*_FLOAT32, heads_of(32, 64)), "96 and 128": (*_FLOAT32, heads_of(96, 128)),
