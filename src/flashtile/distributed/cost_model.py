@@ -136,11 +136,8 @@ def efficiency(found: Cost, load: Load, ranks: int, machine: Machine, phase: Pha
 
 
 def overlap_length(load: Load, machine: Machine, bandwidth: float) -> float:
-    """Tokens of a shard from which a ring's forward hides its transfers: where a step's products take as long as the
-    largest block that travels meanwhile.
-
-    With `s` tokens a step has `4 s² H D` FLOPs (half of it where causal) and the block `2 s Hkv D` elements.
-    """
+    """Tokens of a shard from which a ring's forward hides its transfers: a step's products, `4 s² H D` FLOPs (half of
+    it if causal), take as long as the largest block, `2 s Hkv D` elements."""
     work = (2 if load.causal else 4) * load.heads / machine.forward
     return 2 * load.heads_kv * load.itemsize / (bandwidth * work)
 

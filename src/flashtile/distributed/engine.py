@@ -125,14 +125,9 @@ class Call:
 def place_and_band(
     work: Work, band: dict[str, Any], positional: bool, head: int, heads: int
 ) -> tuple[flashtile.AttentionPart, dict[str, Any]]:
-    """The place of a call in the sequence, or in the packed batch, and its arguments causal, align and window.
-
-    Args:
-        band: those arguments of the whole sequence.
-        positional: see `Problem`.
-        head: number of the call's first query head.
-        heads: query heads of the whole sequence.
-    """
+    """The place of a call in the sequence or packed batch, and its arguments causal, align and window, from those of
+    the whole sequence (`band`). `positional`: see `Problem`. `head`: of the call's first, among `heads` of the
+    sequence."""
     if work.mode == "packed":
         return flashtile.AttentionPart(0, 0, 0, 0, head, heads, work.document), band
     if not positional and work.mode in ("all", "causal"):
@@ -190,12 +185,8 @@ def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 class _Blocks:
-    """The keys and values of the steps, in their order. Two steps' blocks are here or on their way at a time: the next
-    ones begin to travel when a step has been computed, before what follows its largest kernel.
-
-    Attributes:
-        coming: transfers on their way, one for each step that has some.
-    """
+    """The keys and values of the steps, in their order. Two steps' blocks are here or on their way (`coming`) at a
+    time: the next ones begin to travel when a step has been computed, before what follows its largest kernel."""
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, phase: str) -> None:
         self._call, self._own, self._phase = call, (k, v), phase

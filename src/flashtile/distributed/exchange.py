@@ -17,12 +17,7 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """A tensor to a rank, or its place from one.
-
-    Attributes:
-        rank: of the other side, within the group.
-        tensor: contiguous.
-    """
+    """A contiguous tensor to a rank of the group, or its place from one."""
 
     rank: int
     tensor: Tensor
@@ -33,13 +28,8 @@ class TransferError(RuntimeError):
 
 
 class Pending:
-    """Transfers on their way.
-
-    Args:
-        finish: waits for them; it is called once.
-        received: what they fill.
-        held: what must not be freed before.
-    """
+    """Transfers on their way. `finish` waits for them once. `received`: what they fill. `held`: what must not be freed
+    before."""
 
     def __init__(self, finish: Callable[[], None], received: Sequence[Tensor], held: Sequence[Tensor] = ()) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -99,12 +89,7 @@ class Exchange(Protocol):
 
 
 class GroupExchange:
-    """Over a process group.
-
-    Args:
-        group: of torch.distributed.
-        device_type: of the tensors that it exchanges.
-    """
+    """Over a process group of torch.distributed, of tensors on `device_type`."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self._device_type = group, device_type

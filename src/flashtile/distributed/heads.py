@@ -35,12 +35,8 @@ _WIDEST = 16
 
 @dataclass(frozen=True)
 class Bundle:
-    """Tensors that travel side by side, in columns.
-
-    Attributes:
-        layout: how ranks cut their tokens.
-        shapes: (heads, head_dim) of each on a rank that has all tokens.
-    """
+    """Tensors that travel side by side, in columns. `layout`: of the tokens. `shapes`: (heads, head_dim) of each on a
+    rank that has all tokens."""
 
     layout: Layout
     shapes: tuple[tuple[int, int], ...]
@@ -71,12 +67,8 @@ class Paths(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """The exchange by which ranks get all tokens of some heads.
-
-    Attributes:
-        group: of the ranks.
-        queries, keys: how they cut the tokens of q and out, and of k and v.
-    """
+    """The exchange by which a group's ranks get all tokens of some heads. `queries`, `keys`: how they cut those of q
+    and out, and of k and v."""
 
     group: GroupExchange
     queries: Layout
@@ -198,11 +190,8 @@ def _in_widest(tensor: Tensor) -> bool:
 
 
 class AttentionByHeads(torch.autograd.Function):
-    """Attention between the two exchanges of each direction; bias, slopes and sinks are of all heads.
-
-    A rank's heads come in `runs`: those of the next run arrive, and results of the one before leave, while one is
-    computed.
-    """
+    """Attention between the two exchanges of each direction; bias, slopes and sinks are of all heads. In `runs`: heads
+    of the next run arrive, and results of the one before leave, while one is computed."""
 
     @staticmethod
     def forward(
@@ -328,13 +317,8 @@ def _as_lse(columns: Tensor) -> Tensor:
 
 
 def local_head_runs(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[HeadRun, ...]:
-    """How a rank's heads follow one another. Beside a ring there is one run: its transfers, of another group, would be
-    between those of the heads.
-
-    Args:
-        q: a shard `[batch, rows, heads, head_dim]`.
-        heads_kv: of all ranks, at least one for each.
-    """
+    """How a rank's heads follow one another; one run beside a ring, whose transfers would be between those of the
+    heads. `q`: a shard. `heads_kv`: of all ranks, at least one for each."""
     batch, _, heads, width = q.shape
     flops = 0.0
     if ranks > 1 and not any(step.transfers for step in schedule.steps):
@@ -349,11 +333,7 @@ def shared_out(tensor: Tensor, ranks: int) -> Tensor:
 
 
 def check_heads(heads: int, heads_kv: int, ranks: int) -> None:
-    """Whether heads can be shared out.
-
-    Raises:
-        ValueError: the ranks do not divide them.
-    """
+    """Raises ValueError unless the ranks divide the heads."""
     if heads % ranks:
         raise ValueError(
             f"strategy: expected a number of query heads that {ranks} ranks divide, to exchange heads for tokens, got "

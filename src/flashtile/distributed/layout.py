@@ -20,12 +20,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 class Chunk(NamedTuple):
-    """A run of tokens.
-
-    Attributes:
-        start, stop: numbers of the tokens in the whole sequence.
-        local: where they begin in the shard.
-    """
+    """Tokens `start` to `stop` of the whole sequence, which begin at `local` in the shard."""
 
     start: int
     stop: int

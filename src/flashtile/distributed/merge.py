@@ -76,13 +76,8 @@ class RunningMerge:
 
 
 class Sum:
-    """A gradient that comes in parts of some rows, added up in float32, in the order in which they come.
-
-    Parts of different rows stay as they are.
-
-    Args:
-        like: tensor `[batch, rows, heads, head_dim]` of which it is the gradient.
-    """
+    """A gradient `[batch, rows, heads, head_dim]` that comes in parts of some rows, added up in float32, in their
+    order. Parts of different rows stay as they are."""
 
     def __init__(self, like: Tensor) -> None:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device

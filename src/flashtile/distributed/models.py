@@ -76,12 +76,8 @@ def _numbered(
 
 
 class ContextParallelInner(nn.Module):
-    """In the place of an `InnerAttention`: the same options, over the tokens of all ranks.
-
-    Args:
-        inner: whose options they are.
-        mesh, strategy, layout: as of `context_parallel_attention`.
-    """
+    """In the place of an `InnerAttention`: the same options, over the tokens of all ranks
+    (`context_parallel_attention`)."""
 
     def __init__(self, inner: InnerAttention, mesh: DeviceMesh, strategy: Strategy, layout: LayoutKind) -> None:
         super().__init__()
@@ -108,12 +104,7 @@ class ContextParallelInner(nn.Module):
 
 
 class ShardedRotary(nn.Module):
-    """In the place of a `RotaryEmbedding`: tables whose rows are the positions of this rank's tokens.
-
-    Args:
-        rotary: whose tables they are.
-        mesh, layout: as of `context_parallel_attention`.
-    """
+    """In the place of a `RotaryEmbedding`: tables whose rows are the positions of this rank's tokens."""
 
     def __init__(self, rotary: RotaryEmbedding, mesh: DeviceMesh, layout: LayoutKind) -> None:
         super().__init__()

@@ -23,11 +23,7 @@ _agreed: set[tuple[Any, ...]] = set()
 
 @dataclass(frozen=True)
 class Places:
-    """The ranks of a mesh.
-
-    Attributes:
-        groups: the exchange in each of its one or two dimensions; in two, the ring's comes first.
-    """
+    """The ranks of a mesh: `groups`, the exchange in each of its one or two dimensions, the ring's first."""
 
     groups: tuple[GroupExchange, ...]
 
@@ -59,11 +55,7 @@ class Places:
 
 
 def mesh_places(mesh: DeviceMesh) -> Places:
-    """The ranks of a mesh of one or two dimensions.
-
-    Raises:
-        TypeError, ValueError: it is no such mesh.
-    """
+    """The ranks of a mesh of one or two dimensions; TypeError, ValueError if it is no such mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}; make one with "
@@ -99,15 +91,11 @@ def replicated(places: Places, name: str, tensor: Tensor | None, adds_up: bool) 
 
 
 def agree(places: Places, facts: dict[str, Any], values: dict[str, Any]) -> None:
-    """Asks, once for each kind of call, whether all ranks have come with the same one.
+    """Raises ValueError on every rank unless all came with the same call; asked once for each kind of call.
 
     Args:
         facts: what all must have in common, by name; hashable.
-        values: likewise, but tensors, whose values are looked at with FLASHTILE_CHECK_VALUES=1 only. Then every call is
-            asked: ranks may differ in values of which each has been there before.
-
-    Raises:
-        ValueError: they have not; on every rank.
+        values: likewise, but tensors, whose values are looked at, in every call, with FLASHTILE_CHECK_VALUES=1 only.
     """
     of_values = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")  # as `ops.common.checks`
     if of_values:

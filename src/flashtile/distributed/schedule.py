@@ -1,12 +1,10 @@
 """Who sends what to whom, and who computes what, step by step: pure data, made and tested without processes.
 
-In a ring of `N` ranks, at step `t` rank `r` has the keys of rank `r - t`. They come straight from their owner, not from
-hand to hand: every rank sends one block and receives one at each step, as in a ring, but only those keys are sent that
-some query of the receiver sees, and gradients go straight back to the owner, who adds them up in the order of the
-steps. Keys that no query sees are neither sent nor computed.
+In a ring of `N` ranks, at step `t` rank `r` has the keys of rank `r - t`, straight from their owner: every rank sends
+one block and receives one at each step. Only keys are sent that some query of the receiver sees. Gradients go straight
+back to the owner, who adds them up in the order of the steps.
 
-Numbers of rows and keys here are those of the shards; `row`, `column` count within the whole sequence, or within the
-document of a packed one.
+Numbers of rows and keys here are those of the shards; `row`, `column` count within the sequence or packed document.
 """
 
 from __future__ import annotations
@@ -106,12 +104,8 @@ class Step(NamedTuple):
 
 
 class HeadRun(NamedTuple):
-    """Heads that a rank computes at a time, numbers within its own: (first, past the last).
-
-    Attributes:
-        heads: query heads.
-        heads_kv: the key/value heads that they read.
-    """
+    """Heads that a rank computes at a time, and the key/value heads that they read: (first, past the last) within its
+    own."""
 
     heads: tuple[int, int]
     heads_kv: tuple[int, int]
@@ -281,13 +275,8 @@ def _read(shard: Sequence[Chunk], works: Sequence[Work]) -> tuple[int, int] | No
 
 
 def head_runs(heads: int, heads_kv: int, flops: float) -> tuple[HeadRun, ...]:
-    """How the heads of a rank follow one another: some arrive while others are computed.
-
-    Args:
-        heads: query heads of the rank.
-        heads_kv: its key/value heads.
-        flops: of its forward.
-    """
+    """How the heads of a rank, with a forward of so many `flops`, follow one another: some arrive while others are
+    computed."""
     count = max(n for n in range(1, _RUNS + 1) if heads_kv % n == 0) if flops >= _WORTH_RUNS else 1
     q, kv = heads // count, heads_kv // count
     return tuple(HeadRun((n * q, (n + 1) * q), (n * kv, (n + 1) * kv)) for n in range(count))

@@ -127,11 +127,8 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def sharded(tensor: Tensor, mesh: DeviceMesh, dim: int, order: Tensor | None = None) -> nn.Parameter:
-    """The part of a whole tensor, the same on all ranks, that this rank keeps, as a parameter.
-
-    Args:
-        order: rows of the whole in the order in which they are cut.
-    """
+    """The part of a whole tensor that this rank keeps, as a parameter. `order`: of rows of the whole as they are
+    cut."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}; make one with "
@@ -310,11 +307,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def interleaved(groups: list[int], ranks: int) -> Tensor:
-    """The rows of layers that stand one above the other, so ordered that each rank's share of every one is together.
-
-    Args:
-        groups: rows of each, which the number of ranks divides: of q, k and v, or of values and gates.
-    """
+    """Rows of layers that stand one above the other, so ordered that each rank's share of every one is together.
+    `groups`: rows of each (q, k and v, or values and gates), which the ranks divide."""
     starts = [sum(groups[:place]) for place in range(len(groups))]
     for rows in groups:
         if rows % ranks:
@@ -329,11 +323,7 @@ def interleaved(groups: list[int], ranks: int) -> Tensor:
 
 
 def heads_divide(heads: int, heads_kv: int, ranks: int) -> None:
-    """Whether heads can be shared out.
-
-    Raises:
-        ValueError: the ranks do not divide both.
-    """
+    """Raises ValueError unless the ranks divide both."""
     if math.gcd(heads, heads_kv) % ranks:
         raise ValueError(
             f"mesh: expected a number of ranks that divides the {heads} query and {heads_kv} key/value heads, got "

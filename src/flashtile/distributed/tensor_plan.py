@@ -135,12 +135,7 @@ def _reduce_norm_gradients(norm: nn.Module | None, mesh: DeviceMesh) -> None:
 
 
 class PositionsOfShards(nn.Module):
-    """An embedding of positions, the same on all ranks, of which each takes those of its shard of the tokens.
-
-    Args:
-        embedding: whose weight it has.
-        mesh: the ranks.
-    """
+    """An embedding of positions, the same on all ranks, of which each takes those of its shard of the tokens."""
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -1,10 +1,6 @@
-"""flashtile as one of PyTorch's implementations of flash attention, below autograd and `torch.compile`.
-
-PyTorch has four operators that its programs reach flash attention through. A registered implementation computes them on
-GPUs in place of the kernels that PyTorch brings. Two have the layout of `scaled_dot_product_attention`,
-`[batch, heads, seq, head_dim]`. Two have that of flash_attn, `[batch, seq, heads, head_dim]`, or packed
-`[total, heads, head_dim]`.
-"""
+"""flashtile as one of PyTorch's implementations of flash attention, below autograd and `torch.compile`: four operators.
+Two have the layout `[batch, heads, seq, head_dim]` of `scaled_dot_product_attention`, two that of flash_attn, `[batch,
+seq, heads, head_dim]`, or packed `[total, heads, head_dim]`."""
 
 from __future__ import annotations
 

@@ -101,11 +101,8 @@ class _Steps:
         ]
 
     def _softmax_backward(self) -> list[Work]:
-        """`dscores = products - weights · sum(products)` with `products = dweights ∘ weights`.
-
-        One pass could compute both; PyTorch's CUDA function makes the products in a kernel of their own before the one
-        that sums them. No flops: those of matrix products alone are counted.
-        """
+        """`dscores = products - weights · sum(products)` with `products = dweights ∘ weights`, which PyTorch's CUDA
+        function makes in a kernel of their own. No flops: those of matrix products alone are counted."""
         return [
             self._work("products = dweights ∘ weights", "bwd", "dweights weights", "products"),
             self._work("softmax, backward", "bwd", "products weights", "dscores"),

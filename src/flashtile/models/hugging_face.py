@@ -1,8 +1,5 @@
-"""State dicts of Hugging Face's transformers to the models here, and back; its code is not needed.
-
-For each architecture a generator pairs a name of ours with those of theirs that it is made of, one below the other
-where there are several. `Layout` says what differs beside names.
-"""
+"""State dicts of Hugging Face's transformers to the models here, and back. For each architecture a generator pairs
+names of ours with those of theirs, one below the other; `Layout` says what differs beside names."""
 
 from __future__ import annotations
 

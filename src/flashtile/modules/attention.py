@@ -45,10 +45,8 @@ class _Attention(nn.Module):
         max_seqlen_q: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of q `[B, Sq, Hq, D]` to k and v `[B, Sk, Hkv, D]`, or with cu_seqlens `[total, H, D]`.
-
-        `causal`, where given, comes before the module's own. The output has the shape of q.
-        """
+        """Attention of q `[B, Sq, Hq, D]` to k and v `[B, Sk, Hkv, D]`, or with cu_seqlens `[total, H, D]`. `causal`,
+        where given, comes before the module's own."""
         options = self.options(q, causal)
         if block_mask is not None:
             options["block_mask"] = block_mask

@@ -236,11 +236,7 @@ def add_parallel_norm(
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both norms of `dropout(hidden1) + dropout(hidden2) + residual`, and the sum. If norm2 is None, it is norm1.
-
-    Raises:
-        TypeError: a norm that `add_norm` does not accept.
-        ValueError: the norms are of two kinds, or have different values of eps.
-    """
+    Raises TypeError as `add_norm`, ValueError if the norms differ in kind or eps."""
     if not all(norm is None or _fusible(norm, hidden1) for norm in (norm1, norm2)):
         total = _sum(hidden1, hidden2, residual, dropout_p, residual_in_fp32)
         normed = _called(norm1, total, hidden1.dtype)
@@ -283,10 +279,8 @@ def _sum(
 
 
 def _called(norm: nn.Module, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """A norm by its own call, hooks included, in a dtype.
-
-    Where ranks share the tokens, or the parameters are narrower than the sum, the call gets other parameters.
-    """
+    """A norm by its own call, hooks included, in a dtype; with other parameters if ranks share the tokens, or the
+    parameters are narrower than the sum."""
     given, shared = dict(norm.named_parameters()), getattr(norm, "shared", None)
     wide = total.dtype
     for parameter in given.values():

@@ -261,11 +261,8 @@ class MHA(nn.Module):
         self, x: Tensor, positions: int | None, offset: int = 0, cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None, position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`.
-
-        Rotary tables have so many `positions`, and x begins at `offset`. None: as many as there are tokens, which is
-        enough for a packed batch of unknown lengths too.
-        """
+        """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`. Rotary tables
+        have so many `positions` (None: as many as tokens), and x begins at `offset`."""
         qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
         if self.rotary_emb is not None:
             # Positions are counted in the projection: if ranks share the tokens of x, it has the tokens of all.

@@ -1,8 +1,5 @@
-"""Arguments that modules of attention do not have, and `torch.nn.MultiheadAttention` or flash-attn's modules do.
-
-A module collects them in `**other_names: NoReturn`, as the functions of flashtile do, and hands them to
-`refuse_other_names`.
-"""
+"""Arguments of `torch.nn.MultiheadAttention` or flash-attn's modules that ours do not have: a module collects them in
+`**other_names: NoReturn`, and hands them to `refuse_other_names`."""
 
 from __future__ import annotations
 
@@ -56,11 +53,7 @@ OTHER_NAMES: dict[str, tuple[str, ...] | str] = {
 
 
 def refuse_other_names(module: object, method: Callable[..., Any], given: Iterable[str]) -> NoReturn:
-    """Raises for the arguments that a module, or a call of it (`method`), was given and does not have.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raises TypeError for the arguments that a module, or a call of it (`method`), was given and does not have."""
     of = type(module).__name__ if method.__name__ == "__init__" else f"a call of {type(module).__name__}"
     parameters = inspect.signature(method).parameters.values()
     ours = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD][1:]

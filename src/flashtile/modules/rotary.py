@@ -12,13 +12,8 @@ from flashtile.ops.common.sizes import known
 
 
 class Source(NamedTuple):
-    """The source that tables were made from.
-
-    Attributes:
-        frequencies: the buffer `inv_freq`.
-        version: how often it had been written to. None in inference mode, where PyTorch does not count; -1 in a
-            compiled graph, which cannot ask, so that the next call outside of it makes the tables again.
-    """
+    """What tables were made from: `frequencies`, the buffer `inv_freq`, and `version`, how often it had been written to
+    (None in inference mode; -1 in a compiled graph: the next call outside makes the tables again)."""
 
     frequencies: Tensor
     version: int | None

@@ -10,11 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The elements in front of a tensor's first one, and those behind each row of its last dimension.
-
-    An odd number of either leaves rows of 16-bit elements that do not begin at multiples of 4 bytes. Kernels cannot
-    copy such rows asynchronously, so their tiles lie in shared memory in another way.
-    """
+    """The elements in front of a tensor's first one, and behind each row of its last dimension. An odd number leaves
+    16-bit rows that cannot be copied asynchronously, so their tiles lie in shared memory in another way."""
 
     before: int = 0
     behind_rows: int = 0

@@ -129,11 +129,8 @@ def check_norm(
 
 
 def _cancelled(case: NormCase, inputs: NormInputs, x: Tensor) -> dict[str, Size]:
-    """How large the numbers are that cancel within the results.
-
-    The gradient of a norm is that of its output without what lies along xhat (and along 1): of a row of two elements
-    nothing is left. And xhat is a difference: of a row of one element nothing is left.
-    """
+    """Sizes of the numbers that cancel: a norm's gradient is without what lies along xhat (and 1), so nothing is left
+    of a row of two elements; xhat is a difference, so nothing is left of a row of one."""
     if not x.numel():
         return {}
     variance = x.square().mean(dim=-1) if case.rms else x.var(dim=-1, correction=0)

@@ -1,7 +1,5 @@
-"""The attention function of `attn_implementation="flashtile"`.
-
-Shape letters: B batch, H query heads, G key/value heads, Q queries, K keys, D head_dim, V head_dim of the values.
-"""
+"""The attention function of `attn_implementation="flashtile"`. Shape letters: B batch, H query heads, G key/value
+heads, Q queries, K keys, D head_dim, V head_dim of the values."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Continuous batching: `model.generate_batch` packs requests into one row and keeps their keys in a paged cache.
 
-A batch comes in one of two forms. Packed, transformers writes the new keys to its cache and gathers all keys of each
-request, one request after another. With a block table, in a step that decodes one token for each request, the new keys
-are still to be written, and attention reads the pages where they lie.
-
-A model has another implementation meanwhile, which makes no masks: lengths say what a request sees.
+A batch is packed (transformers writes the new keys and gathers all keys of each request), or in a step that decodes one
+token for each request it has a block table (the new keys are still to be written, and pages are read where they lie). A
+model has another implementation meanwhile, which makes no masks: lengths say what a request sees.
 
 Shape letters: R requests, H query heads, G key/value heads, Q and K queries and keys of all requests, D head_dim.
 """
@@ -93,12 +91,8 @@ def attend_paged(
 
 
 def _pages(module: Any, packing: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of one layer, `[blocks, page, G, D]`, and the blocks of each request, `[R, blocks]`.
-
-    A block has a page of keys and one of values for each layer of a kind. transformers gives as keys, and as values,
-    all pages of its memory from the first one of them on, and numbers pages. Only some of these belong to the layer;
-    the others would make the two overlap.
-    """
+    """Keys and values of one layer, `[blocks, page, G, D]`, and the blocks of each request, `[R, blocks]`. transformers
+    gives all pages of its memory from the first one on, of which only some belong to the layer."""
     kinds = initialization.group_layers_by_attn_type(module.config).values()
     step = 2 * next(len(layers) for layers in kinds if module.layer_idx in layers)
     table: Tensor = packing["block_table"].clamp(min=0) // step
@@ -106,11 +100,8 @@ def _pages(module: Any, packing: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor
 
 
 def no_mask(*arguments: Any, mask_function: Callable[..., Any], **options: Any) -> None:
-    """The mask of a batch of requests: None, where the lengths say everything.
-
-    Raises:
-        ValueError: the model has another pattern than causal attention, with or without a window.
-    """
+    """The mask of a batch of requests: None. Raises ValueError for another pattern than causal, with or without a
+    window."""
     band = pattern_within_sequences(mask_function)
     if band is None or not band.causal:
         raise ValueError(
@@ -121,10 +112,7 @@ def no_mask(*arguments: Any, mask_function: Callable[..., Any], **options: Any) 
 
 def serve_batches(names: Collection[str]) -> None:
     """Has transformers batch the requests of models whose implementation has a second name, with the prefix, in names.
-
-    It would take a name without "flash" for one that cannot do it, and use block tables with builds of flash_attn
-    alone, on GPUs.
-    """
+    Its own rule goes by "flash" in the name."""
     manager = continuous_api.ContinuousBatchingManager
     switch, decide = getattr(manager, _SWITCHES), getattr(initialization, _DECIDES)
     if getattr(switch, "knows_flashtile", False):

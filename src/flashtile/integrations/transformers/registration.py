@@ -107,11 +107,8 @@ def unregister(name: str = "flashtile") -> None:
 
 
 def _let_names_through() -> None:
-    """Has transformers check registered names by its registry.
-
-    Its own check takes every name with "flash" in it for a build of flash_attn: it would try to download one, or, for
-    models that list builds they are tested with, quietly run another in its place.
-    """
+    """Has transformers check registered names by its registry: its own check takes every name with "flash" in it for a
+    build of flash_attn, which it would try to download, or replace by another in its place."""
     check = getattr(PreTrainedModel, _CHECK, None)
     if check is None:
         raise RuntimeError(f"transformers: expected PreTrainedModel.{_CHECK}, which 5.17 to 5.23 have; install one")

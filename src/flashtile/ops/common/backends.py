@@ -1,8 +1,5 @@
-"""Backends of an operation as objects, and the choice among them: the first in a list that can serve a call.
-
-A backend says itself why it cannot serve a call (`unsupported_reason`). Nothing here, and nothing that chooses, knows
-one by name.
-"""
+"""Backends of an operation as objects, and the choice among them: the first in a list that can serve a call. Nothing
+that chooses knows one by name."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ from flashtile.ops.common.watch import watched
 
 
 class StandardCall(NamedTuple):
-    """The facts that decide which backend serves a call of an operation with the standard backends.
-
-    Attributes:
-        dtype: float64 where any tensor of the call is.
-    """
+    """The facts that decide which backend serves a call; `dtype` is float64 where any tensor of the call is."""
 
     operation: str
     requested: str
@@ -112,11 +105,8 @@ class Backends:
         return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
 
     def _implementation(self, *facts: Any) -> ModuleType:
-        """The module that serves a call.
-
-        Raises:
-            ValueError: the backend asked for, or every one for "auto", cannot serve it.
-        """
+        """The module that serves a call; ValueError if the backend asked for, or every one for "auto", cannot serve
+        it."""
         call = self._call(*facts)
         choice = self.choose(call)
         if choice.backend is None:
@@ -135,10 +125,7 @@ class Backends:
 
 
 def triton_unsupported_reason(call: Any) -> str | None:
-    """Why Triton kernels do not serve a call; None where they do.
-
-    The interpreter is for testing kernels: it never serves a call that did not ask for it.
-    """
+    """Why Triton kernels do not serve a call; None where they do. The interpreter serves only calls that ask for it."""
     if call.triton_missing:
         return call.triton_missing
     if call.dtype is torch.float64:
@@ -168,9 +155,7 @@ _IN_FOLDERS = {"kv_cache"}
 @functools.cache
 def standard_backends(operation: str) -> Backends:
     """The backends `flashtile.ops.<operation>.{kernels, cpu, spec}`; the last has the reference.
-
-    `implementation(requested, device, dtype)` of the result is the module that serves a call.
-    """
+    `implementation(requested, device, dtype)` of the result is the module that serves a call."""
 
     def call(requested: str, device: torch.device, dtype: torch.dtype) -> StandardCall:
         missing, interpreting = devices.triton_missing(), devices.interpreting()

@@ -30,11 +30,7 @@ _WRITES_GRAPHS_OUT = TorchVersion(torch.__version__) < "2.13"
 
 def unobserved(*tensors: Tensor | None) -> bool:
     """Whether PyTorch's dispatcher would only pass a call on: nothing else intercepts, records or traces it, and no
-    tensor is one whose numbers it would negate first, as those of `z.conj().imag`.
-
-    Args:
-        tensors: all tensors of the call, on one device; the first is not None.
-    """
+    tensor (all on one device, the first not None) is lazily negated."""
     if _compiling():
         return False
     for tensor in tensors:
@@ -73,9 +69,8 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def recogniser(*tensors: Tensor) -> Callable[..., bool]:
-    """A function that says of as many arguments whether they are to PyTorch what these tensors are, but for addresses
-    and contents: of the same type, dtype, device, sizes and strides, wanting a gradient where these do, and treated
-    alike by the dispatcher."""
+    """A guard: whether as many arguments are to PyTorch what these tensors are, but for addresses and contents (type,
+    dtype, device, sizes, strides, wanting a gradient, treatment by the dispatcher)."""
     if _TensorGuards is not None:
         # The guards recognise nothing that is passed twice.
         firsts = [next(at for at, other in enumerate(tensors) if other is tensor) for tensor in tensors]
@@ -102,11 +97,8 @@ def _looks(tensor: Tensor) -> tuple:
 
 
 def _refuse_onnx(name: str) -> None:
-    """Raises while PyTorch exports to ONNX, which has no operator of flashtile: its own error does not say what to do.
-
-    Raises:
-        NotImplementedError: naming the way there is.
-    """
+    """Raises NotImplementedError that names the way while PyTorch exports to ONNX, which has no operator of
+    flashtile."""
     onnx: Any = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
         raise NotImplementedError(
@@ -155,9 +147,9 @@ def transformed() -> bool:
 def register_fake(name: str, fake: Callable[..., Any], library: torch.library.Library) -> None:
     """Registers what an operator returns under tracing: `fake`.
 
-    If inductor has no lowering for an operator, it makes one when it first meets it. PyTorch before 2.13 writes out,
-    for a log that nobody reads, all that the arguments were computed from, as a tree: behind some blocks of a
-    Transformer that does not end. For the operators of a list it makes one without; fakes run before it looks.
+    If inductor has no lowering for an operator, it makes one when it first meets it, and PyTorch before 2.13 then logs
+    all that the arguments were computed from, as a tree that does not end behind some blocks of a Transformer. For the
+    operators of a list it makes one without; fakes run before it looks.
     """
 
     def traced(*arguments: Any, **named: Any) -> Any:

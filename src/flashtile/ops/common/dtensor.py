@@ -232,11 +232,8 @@ def _whole(parameter: Any) -> Tensor:
 
 
 def _onto(mesh: DeviceMesh, first: str, name: str, parameter: Any) -> DTensor:
-    """A parameter on the mesh of the activations, gathered over the other dimensions of its own.
-
-    Raises:
-        ValueError: its mesh has other dimensions.
-    """
+    """A parameter on the mesh of the activations, gathered over its own other dimensions; ValueError if they do not
+    fit."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     own, kept = parameter.device_mesh, mesh.mesh_dim_names or ()

@@ -1,8 +1,7 @@
 """Arguments that a function does not have, or has by name only: an error says what they are called here.
 
 A public function collects them in `**other_names: NoReturn` and `*by_position: NoReturn`, so that type checkers refuse
-them too, and hands them to `refuse_other_names` and `refuse_by_position`. On a call without any, each is one look at an
-empty collection. Signatures that people see are without both: `_public.pyi`, and `hide_collected` at run time.
+them too, and hands them to the functions here. People see signatures without both: `_public.pyi`, `hide_collected`.
 """
 
 from __future__ import annotations
@@ -102,20 +101,12 @@ def hide_collected(function: Any) -> None:
 
 
 def refuse_other_names(function: Callable[..., Any], given: Iterable[str]) -> NoReturn:
-    """Raises for the arguments that a public function was given and does not have.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raises TypeError for the arguments that a public function was given and does not have."""
     raise TypeError(". ".join(_explained(function, name) for name in given))
 
 
 def refuse_by_position(function: Callable[..., Any], given: Sequence[Any]) -> NoReturn:
-    """Raises for the arguments that a public function was given by position, and takes by name only.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raises TypeError for the arguments that a public function was given by position, and takes by name only."""
     parameters = inspect.signature(function).parameters.values()
     leading = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     raise TypeError(

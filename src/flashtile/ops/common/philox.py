@@ -58,9 +58,8 @@ _MOST_BLOCKS = 32
 
 
 def next_dropout_seed(tensor: Tensor) -> Tensor:
-    """`draw_dropout_seed` on the device of a tensor, for an eager call that nothing observes: the same numbers, and the
-    generator is left in the same state. On a GPU most draws take no launch; the seed may share memory with others, and
-    nobody writes to it."""
+    """`draw_dropout_seed` on the device of a tensor for an eager, unobserved call, with the same numbers and generator
+    state; on a GPU mostly without a launch. The seed may share memory with others, and nobody writes to it."""
     if _KNOWN and tensor.is_cuda:
         index = tensor.get_device()
         # A graph that is being captured draws anew at each replay.
@@ -144,15 +143,8 @@ def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) 
 
 
 def keep_rows(seed: Tensor, dropout_p: float, stream: int, rows: int, columns: int) -> Tensor:
-    """The kept elements of a matrix `[rows, columns]`: bool of that shape, True = kept.
-
-    Args:
-        seed: `[2]` int64 (seed, offset).
-        dropout_p: in [0, 1).
-        stream: number of the tensor among those of a call.
-        rows: of the matrix.
-        columns: of the matrix.
-    """
+    """The kept elements of a matrix `[rows, columns]`: bool of that shape. `seed`: `[2]` int64 (seed, offset).
+    `stream`: number of the tensor among those of a call."""
     groups = torch.arange((columns + 3) // 4, device=seed.device)[None, :]
     row = torch.arange(rows, device=seed.device)[:, None]
     words = philox_words(seed[0], (groups, row, torch.full_like(row, stream), seed[1]))

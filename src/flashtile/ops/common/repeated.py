@@ -45,11 +45,8 @@ def keep_alike(alike: Alike[Kept], tensors: Sequence[Tensor], kept: Kept) -> Non
 
 
 class Memory(Generic[Kept]):
-    """Things kept of calls, by a key of their arguments and a guard on their tensors.
-
-    Attributes:
-        find: the `Alike` of a key, and its second argument where there is none.
-    """
+    """Things kept of calls, by a key of their arguments and a guard on their tensors. `find`: the `Alike` of a key, and
+    its second argument where there is none."""
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, Alike[Kept]] = {}
@@ -133,10 +130,8 @@ def aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 class RepeatedCall:
-    """Calls of a differentiable function whose tensors lie alike, and their backwards. It holds no tensor.
-
-    The tensors of a call may have more dimensions than those of the operator, of which they are views.
-    """
+    """Calls of a differentiable function whose tensors lie alike, and their backwards; it holds no tensor. Tensors of a
+    call may have more dimensions than those of the operator, of which they are views."""
 
     def __init__(self, made: Any, tensors: Sequence[Any], inputs: Any, spec: Any, backend: str, launch: Launch) -> None:
         """

@@ -1,7 +1,5 @@
-"""Calls of a backend that are watched: named in profiles, and searched for the first NaN.
-
-Environment variables, read when flashtile is imported, ask for it. Without them a backend's module is called as it is.
-"""
+"""Calls of a backend that are watched, if environment variables ask for it when flashtile is imported: named in
+profiles, and searched for the first NaN."""
 
 from __future__ import annotations
 
@@ -85,14 +83,8 @@ def _inspect_inputs(label: str, inputs: dict[str, Any]) -> dict[str, str] | None
 
 
 def _check_outputs(label: str, result: Any, inputs: dict[str, str]) -> None:
-    """Raises where a result has what no input had.
-
-    If an input hides something by -inf, infinite results may be right. -inf may be right, too, in what comes after the
-    first result of a forward: the log-sum-exp of a row that sees nothing.
-
-    Raises:
-        FloatingPointError: naming call, result and inputs.
-    """
+    """Raises FloatingPointError where a result has what no input had. If an input hides something by -inf, infinite
+    results may be right; and -inf may be in what comes after the first result of a forward, such as lse."""
     hides = any(words.endswith("-inf") for words in inputs.values())
     forward = ".forward[" in label
     for place, (name, tensor) in enumerate(_tensors("", result)):

@@ -114,10 +114,8 @@ def capped_logits(x, cap):
 
 @triton.jit
 def online_step(x, place_max, place_sum, scale):
-    """Joins a tile `[G, VECTOR]` to the running maximum and sum of exp2 `[G]` of each place.
-
-    Differences come first, products after: that of two rounded products would be as wrong as large logits are large.
-    """
+    """Joins a tile `[G, VECTOR]` to the running maximum and sum of exp2 `[G]` of each place. Products come after
+    differences, because that of two rounded products would be as wrong as large logits are large."""
     larger = tl.maximum(place_max, tl.max(x, axis=1))
     against = tl.where(larger == float("-inf"), 0.0, larger)
     added = tl.sum(tl.exp2((x - against[:, None]) * scale), axis=1)
@@ -392,14 +390,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(width: int, itemsize: int, vector: int, device: DeviceFacts) -> TileConfig:
-    """The cut for rows of a width.
-
-    Args:
-        width: columns of a row.
-        itemsize: bytes of an element.
-        vector: columns that can be read and written at once, a power of two of at most 16 bytes.
-        device: facts.
-    """
+    """The cut for rows of `width` columns. `vector`: columns that can be read and written at once, at most 16 bytes."""
     reach = 1 << (width + vector - 2).bit_length()
     block_n = max(32 * vector, min(reach, _TILE_BYTES // itemsize))
     num_warps = max(1, block_n * itemsize // _WARP_BYTES)

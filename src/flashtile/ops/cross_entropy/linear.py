@@ -69,10 +69,8 @@ class Wanted(NamedTuple):
 
 
 class LinearGradients(NamedTuple):
-    """Gradients, None where not asked for.
-
-    Until they are finished, that of the bias, and in float16 that of the weight, are in the dtype that computes.
-    """
+    """Gradients, None where not asked for. Until they are finished, that of the bias, and in float16 that of the
+    weight, are in the dtype that computes."""
 
     x: Tensor | None
     weight: Tensor | None
@@ -101,10 +99,8 @@ def weight_sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted) -> LinearResults:
-    """The losses, and the gradients for a gradient of 1 from above.
-
-    In float16 those are of the sum even where the mean is asked for: divided by the number of tokens, much would be 0.
-    """
+    """The losses, and the gradients for a gradient of 1 from above; in float16 those of the sum even of a mean, because
+    divided by the number of tokens much would be 0."""
     x, _, _, labels, weights = operands
     dtype = compute_dtype(x.dtype)
     scale = reference.weight_sum(labels, weights, spec).to(dtype).reciprocal() if spec.reduction == "mean" else None

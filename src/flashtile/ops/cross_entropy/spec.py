@@ -143,14 +143,8 @@ class Statistics(NamedTuple):
 
 
 def make_spec(columns: int, dtype: torch.dtype, options: tuple[Any, ...]) -> CrossEntropySpec:
-    """Checks the scalars of a call.
-
-    Args:
-        columns: of this process.
-        dtype: of the logits.
-        options: label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap,
-            return_z_loss.
-    """
+    """Checks the scalars of a call. `columns`: of this process. `options`: label_smoothing, logit_scale,
+    lse_square_scale, ignore_index, reduction, process_group, softcap, return_z_loss."""
     label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, z_loss = options
     label_smoothing = checks.as_float("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
@@ -215,11 +209,8 @@ def resolve_class_weights(
 
 
 def gradient_strides(columns: int, row_stride: int, itemsize: int) -> tuple[int, int]:
-    """Strides of the gradient of logits `[rows, columns]` whose rows are so far apart.
-
-    Nearly contiguous: each row begins where, within 16 bytes, that of the logits does, so that both can be read and
-    written in whole vectors.
-    """
+    """Strides of the gradient of logits `[rows, columns]`: each row begins where, within 16 bytes, that of the logits
+    does, so that both can be read and written in whole vectors."""
     return columns + (row_stride - columns) % (16 // itemsize), 1
 
 

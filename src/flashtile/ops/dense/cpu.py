@@ -1,7 +1,5 @@
-"""The CPU backend: PyTorch's fused activations and their derivatives over blocks of rows that stay in cache.
-
-Arithmetic and sums are float32 (float64 for float64) and rounded where they are stored.
-"""
+"""The CPU backend: PyTorch's fused activations and derivatives over blocks of rows that stay in cache, in float32
+(float64)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The CPU backend: PyTorch's own fused layer norm where it has one, and blocks of rows that stay in cache elsewhere.
-
-Sums and gradients are float32 (float64 for float64) and rounded where they are stored.
-"""
+"""The CPU backend: PyTorch's own fused layer norm where it has one, else blocks of rows that stay in cache, in float32
+(float64 for float64)."""
 
 from __future__ import annotations
 
