@@ -27,7 +27,7 @@ import torch
 import flashtile
 from flashtile.ops.attention import repeated, select
 from flashtile.testing import AttentionCase, Inputs, check, make_inputs, with_arguments
-from flashtile.testing.layouts import Layout
+from flashtile.testing.kernel_checks import Layout
 
 #: Widths of heads: those of real models, and for the portable kernels any number of columns.
 _WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 320, 512)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
-from flashtile.testing.layouts import ODD_ADDRESS, ODD_STRIDE, Layout
+from flashtile.testing.kernel_checks import ODD_ADDRESS, ODD_STRIDE, KernelCheck, Layout, kernel_checks
 from support.running.each_case import each_case
 
 _FP16, _BF16 = torch.float16, torch.bfloat16

@@ -2,18 +2,18 @@
 
 from flashtile.distributed.context_parallel import context_parallel_attention
 from flashtile.distributed.explain import ContextParallelExplanation, explain_context_parallel
-from flashtile.distributed.models import context_parallel
-from flashtile.distributed.sharding import mean_over_shards, sequence_positions, shard_sequence, unshard_sequence
-from flashtile.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from flashtile.distributed.tensor_plan import (
+from flashtile.distributed.models import (
     AttentionParallel,
     BlockParallel,
     MlpParallel,
     VocabularyParallel,
+    context_parallel,
     row_orders,
     tensor_parallel_plan,
     vocabulary_loss,
 )
+from flashtile.distributed.sharding import mean_over_shards, sequence_positions, shard_sequence, unshard_sequence
+from flashtile.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = [
     "AttentionParallel",

@@ -7,11 +7,10 @@ counted, what is assumed, and how far the predictions lie from what a GPU counts
 """
 
 from flashtile.io_model.devices import DEVICES, Device, find_device, measure_cpu
-from flashtile.io_model.kernels import Cut, kernels_of
 from flashtile.io_model.shape import Shape
 from flashtile.io_model.standard import standard
 from flashtile.io_model.text import comparison, summary, sweep_table
-from flashtile.io_model.tiled import SweepPoint, sweep, tiled
+from flashtile.io_model.tiled import Cut, SweepPoint, kernels_of, sweep, tiled
 from flashtile.io_model.work import Computation, Transfer, Work
 
 __all__ = [

@@ -3,8 +3,7 @@
 from flashtile.models.bert import Bert, BertForPreTraining
 from flashtile.models.config import BertConfig, GPTConfig
 from flashtile.models.gpt import GPT, flashtile_attention, plain_attention
-from flashtile.models.hugging_face import from_hugging_face, to_hugging_face
-from flashtile.models.hugging_face_config import config_from_hugging_face
+from flashtile.models.hugging_face import config_from_hugging_face, from_hugging_face, to_hugging_face
 
 __all__ = [
     "GPT",

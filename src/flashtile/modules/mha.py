@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.modules.attention import InnerAttention, alibi_slopes
+from flashtile.modules.attention import InnerAttention, alibi_slopes, refuse_other_names
 from flashtile.modules.layers import check_sizes
-from flashtile.modules.other_names import refuse_other_names
 from flashtile.modules.padding import pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
 from flashtile.ops.common.sizes import differ

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.testing.memory import leave_nan
+from flashtile.testing.cases import leave_nan
 
 #: How many lines such a process prints.
 CASES = 5
