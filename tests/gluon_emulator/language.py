@@ -235,20 +235,18 @@ def tma_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrie
 
 
 def tma_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared) -> None:
-    memory = current().machine.memory
-    _start_store(descriptor, coordinates, source, memory.store)
+    _start_store(descriptor, coordinates, source, torch.Tensor.copy_)
 
 
 def tma_reduce_add(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared) -> None:
-    memory = current().machine.memory
-    _start_store(descriptor, coordinates, source, memory.add)
+    _start_store(descriptor, coordinates, source, torch.Tensor.add_)
 
 
 def _start_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared, write: Callable) -> None:
     assert source.shape == descriptor.block_shape and source.dtype is descriptor.dtype
     check_fenced(source)
-    addresses, inside = descriptor.places(coordinates)
-    current().start_store(Store(source, lambda data: write(addresses, data, descriptor.dtype, inside)))
+    memory, (address, part) = current().machine.memory, descriptor.inside(coordinates)
+    current().start_store(Store(source, lambda data: write(descriptor.find(memory, address, part), data[part])))
 
 
 def tma_store_wait(pendings: int) -> None:

@@ -9,7 +9,6 @@ with where everyone waits.
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -379,15 +378,10 @@ class Machine:
     def copy(self, descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrier, target: Shared) -> None:
         """A load by TMA, at some time from now on."""
         assert list(target.shape) == list(descriptor.block_shape) and target.dtype is descriptor.dtype
-        addresses, inside = descriptor.places(coordinates)
+        inside = descriptor.inside(coordinates)
         check_fenced(target)
         target.poison()
-
-        def load() -> torch.Tensor:
-            loaded = self.memory.load(addresses, descriptor.dtype, inside)
-            return torch.where(inside, loaded, math.nan) if descriptor.nan_outside else loaded
-
-        self.begin(Copy(load, target, barrier))
+        self.begin(Copy(lambda: descriptor.load(self.memory, *inside), target, barrier))
         current().let_others_run()
 
     def begin(self, event: Copy | RowCopies | Store) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,21 +62,33 @@ class Memory(TorchDispatchMode):
         self.store(addresses, before + data, dtype, mask)
         return before
 
+    def box(self, address: int, sizes: Sequence[int], strides: Sequence[int], dtype: DType) -> Tensor:
+        """Elements that lie so far apart from an address on, where they are."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
+        words, begin = self._words(address, address + extent * dtype.itemsize, dtype)
+        place, within = divmod(address - begin, dtype.itemsize)
+        assert not within, "an address that is no multiple of its element's size"
+        return words.as_strided(sizes, strides, place).view(dtype.held_as)
+
     def _find(self, addresses: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
         """The memory that addresses are in as words of the size of an element, and their places there."""
         lowest, highest = torch.aminmax(addresses)
-        first, last = int(lowest), int(highest) + dtype.itemsize
+        words, begin = self._words(int(lowest), int(highest) + dtype.itemsize, dtype)
+        places = addresses - begin
+        if dtype.itemsize > 1:
+            within = places & (dtype.itemsize - 1)
+            assert not within.any(), "an address that is no multiple of its element's size"
+            places = places >> _SHIFTS[dtype.itemsize]
+        return words, places
+
+    def _words(self, first: int, last: int, dtype: DType) -> tuple[Tensor, int]:
+        """The memory with these addresses as words of the size of an element, and where it begins."""
         for begin, end, tensor in self._regions:
             if begin <= first and last <= end:
                 storage = tensor.untyped_storage()
-                word = _WORDS[dtype.itemsize]
-                words = torch.empty(0, dtype=word).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
-                places = addresses - storage.data_ptr()
-                if dtype.itemsize > 1:
-                    within = places & (dtype.itemsize - 1)
-                    assert not within.any(), "an address that is no multiple of its element's size"
-                    places = places >> _SHIFTS[dtype.itemsize]
-                return words, places
+                count = storage.nbytes() // dtype.itemsize
+                words = torch.empty(0, dtype=_WORDS[dtype.itemsize]).set_(storage, 0, (count,))  # type: ignore[call-overload]
+                return words, storage.data_ptr()
         raise AssertionError(f"access outside of all tensors: {dtype.name} from {first:#x} to {last:#x}")
 
 
@@ -99,31 +110,33 @@ class Descriptor:
         assert all(stride * self.dtype.itemsize % 16 == 0 for stride in self.strides[:-1])
         assert self.strides[-1] == 1 and all(1 <= size <= 256 for size in self.block_shape)
 
-    def places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Addresses of a box, and which of them are inside of the tensor. Sums wrap around 64 bits."""
+    def inside(self, coordinates: Sequence[Any]) -> tuple[int, tuple[slice, ...]]:
+        """The part of a box that is inside of the tensor, and the address of its first element. Sums wrap around 64
+        bits."""
         assert len(coordinates) == len(self.shape)
-        begin, inside = self.address, torch.ones(self.block_shape, dtype=torch.bool)
-        for axis, (coordinate, size) in enumerate(zip(coordinates, self.block_shape)):
+        address, part = self.address, []
+        for coordinate, size, length, stride in zip(coordinates, self.block_shape, self.shape, self.strides):
             first = int(as_value(coordinate).data)
-            begin += first * self.strides[axis] * self.dtype.itemsize
-            before, within = max(-first, 0), max(self.shape[axis] - first, 0)
-            if before:
-                inside.narrow(axis, 0, min(before, size)).fill_(False)
-            if within < size:
-                inside.narrow(axis, within, size - within).fill_(False)
-        begin = (begin + 2**63) % 2**64 - 2**63
-        return _offsets(tuple(self.block_shape), self.strides, self.dtype.itemsize) + begin, inside
+            begin = min(max(-first, 0), size)
+            part.append(slice(begin, max(min(length - first, size), begin)))
+            address += (first + begin) * stride * self.dtype.itemsize
+        return (address + 2**63) % 2**64 - 2**63, tuple(part)
 
+    def find(self, memory: Memory, address: int, part: tuple[slice, ...]) -> Tensor:
+        """What `inside` has found, where it is."""
+        sizes = [along.stop - along.start for along in part]
+        if not all(sizes):
+            return torch.empty(sizes, dtype=self.dtype.held_as)
+        return memory.box(address, sizes, [s if n > 1 else 0 for s, n in zip(self.strides, sizes)], self.dtype)
 
-@functools.lru_cache(maxsize=256)
-def _offsets(box: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Tensor:
-    """Where the elements of a box are, in bytes from its first one."""
-    offsets = torch.zeros(box, dtype=torch.int64)
-    for axis, (size, stride) in enumerate(zip(box, strides)):
-        along = [1] * len(box)
-        along[axis] = size
-        offsets += torch.arange(size).view(along) * stride * itemsize
-    return offsets
+    def load(self, memory: Memory, address: int, part: tuple[slice, ...]) -> Tensor:
+        """The box."""
+        found = self.find(memory, address, part)
+        if list(found.shape) == self.block_shape:
+            return found
+        box = torch.full(self.block_shape, math.nan if self.nan_outside else 0, dtype=self.dtype.held_as)
+        box[part] = found
+        return box
 
 
 class Shared:
