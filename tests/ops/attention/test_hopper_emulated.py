@@ -23,6 +23,7 @@ from gluon_emulator.serving import served_by
 from support.attention.attention_cases import COMBINED, changed, score_mod_combined
 from support.attention.far_alibi import check as check_far_alibi
 from support.attention.max_scores import check as check_max_scores
+from support.running.covering import turns
 
 pytestmark = pytest.mark.skipif(
     bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"
@@ -127,13 +128,13 @@ _MOVED: list[dict[str, Any]] = [
 _MOVED_CONSTANT = {"bias": "bhqk", "constant": ("bias",), "window": (90, 20), "softcap": 3.0}
 
 
-def _moved(change: dict[str, Any], widths: Iterable[int]) -> list[AttentionCase]:
-    return [_two(d, **{"seq_k": 328, "dtype": _FP16 if d == 128 else _BF16, **change}) for d in widths]
+def _moved(change: dict[str, Any], d: int) -> AttentionCase:
+    return _two(d, **{"seq_k": 328, "dtype": _FP16 if d == 128 else _BF16, **change})
 
 
 _WIDE = [
     _two(448, 64, seq_k=1, scale=-0.1),
-    _two(320, 264, heads=4, causal=True),
+    _case(320, 264, heads=6, heads_kv=2, seq_q=130, seq_k=200, causal=True),
     _two(512, 448, seq_q=1, dtype=_FP16, sinks=True),
     _two(264, 512, seq_q=300, seq_k=100, sinks=True, causal=True),  # rows that see nothing
     _two(384, 320, seq_k=200, dtype=_FP16, window=(3, 0)),
@@ -144,33 +145,33 @@ _WIDE = [
     _two(512, dtype=_FP16, lengths_q=(63, 1, 70), lengths_k=(129, 64, 0)),
     _two(264, 64, lengths_q=(80, 129, 0, 40), lengths_k=(190, 64, 9, 50), key_lengths=(150, 64, 9, 0), window=(30, 40)),
     _two(320, 512, seq_k=200, key_lengths=(70, 0), sinks=True, softcap=2.0),
-    _two(64, 320, heads=4, dtype=_FP16, key_lengths=(129, 300), causal=True),
+    _two(64, 320, dtype=_FP16, key_lengths=(129, 300), causal=True),
     # Few keys with many queries: dk and dv are sums of parts.
-    _case(264, 64, heads=4, seq_q=1100, seq_k=70),
+    _case(264, 64, heads=4, seq_q=600, seq_k=70),
 ]
 _float32 = partial(changed, replace(_SMALL, dtype=_FP32))
 _FLOAT32 = [
     _float32(96, 64, seq_k=1, scale=-0.1),
-    _float32(128, 96, heads=4, causal=True),
+    _float32(128, 96, causal=True),
     _float32(128, seq_q=130, seq_k=140),
     _float32(72, 128, seq_q=1, sinks=True),
     _float32(128, 72, seq_q=300, seq_k=100, sinks=True, causal=True),
     _float32(96, 80, seq_k=200, window=(3, 0)),
     _float32(80, 8, **_LAST_KEYS),
-    _float32(72, 64, heads=4, seq_q=1100, seq_k=70),  # heads divided
+    _float32(72, 64, heads=4, seq_q=600, seq_k=70),  # heads divided
 ]
 _FLOAT32_WIDE = [
     _float32(160, seq_k=1, scale=-0.1),
-    _float32(256, heads=4, causal=True),
+    _float32(256, heads=4, seq_q=130, seq_k=200, causal=True),
     _float32(136, 200, seq_q=1, sinks=True),
     _float32(192, 128, seq_q=200, seq_k=100, sinks=True, causal=True),
     _float32(144, seq_k=200, window=(3, 0)),
     _float32(256, 8, **_LAST_KEYS),
     _float32(72, 256, seq_q=130, seq_k=140),
-    _float32(512, seq_q=70, causal=True),  # nothing stays
-    _float32(264, 320, seq_q=70),  # the keys of dv do not stay
-    _float32(512, 8, seq_q=70),
-    _float32(72, 512, seq_q=70),
+    _float32(512, seq_q=70, seq_k=200, causal=True),  # nothing stays
+    _float32(264, 320, seq_q=70, seq_k=200),  # the keys of dv do not stay
+    _float32(512, 8, seq_q=70, seq_k=200),
+    _float32(72, 512, seq_q=70, seq_k=200),
 ]
 _MANY_KEPT = {"_MORE_ROUNDS": 10**9, "_KEPT_BYTES": 10**9}
 _lines = partial(changed, replace(_SMALL, batch=3))
@@ -295,9 +296,9 @@ _GROUPS: dict[str, _Calls] = {
     ),
     "whole lines": _Calls(_WHOLE_LINES, _MANY_KEPT, same=("dq", "dk", "dv"), orders=2, never=_END),
     "bias by TMA": _Calls(
-        [case for change in _MOVED for case in _moved(change, (32, 40, 128, 256))], launches=_BIAS_GRADIENT
+        [_moved(*each) for each in turns(_MOVED, (32, 128, 40, 256), 2)], launches=_BIAS_GRADIENT
     ),
-    "constant bias by TMA": _Calls(_moved(_MOVED_CONSTANT, (32, 40, 128, 256)), never=_BIAS_GRADIENT),
+    "constant bias by TMA": _Calls([_moved(_MOVED_CONSTANT, d) for d in (32, 40, 128, 256)], never=_BIAS_GRADIENT),
     "order of a bias's gradient": _Calls(
         [
             _case(seq_k=200, bias="1hqk", lengths_q=(129, 0, 70, 200)),
@@ -365,10 +366,10 @@ _GROUPS: dict[str, _Calls] = {
     # Also where no tile ends past them.
     "tables": _Calls([
         _two(d, seq_q=seq_q, seq_k=seq_k, dtype=dtype, **tables)
-        for seq_q, seq_k, d, dtype in (
-            (256, 384, 64, _FP16), (129, 321, 128, _BF16), (100, 150, 256, _BF16), (129, 200, 512, _FP16)
+        for tables, (seq_q, seq_k, d, dtype) in turns(
+            _TABLES,
+            [(256, 384, 64, _FP16), (100, 150, 256, _BF16), (129, 321, 128, _BF16), (129, 200, 512, _FP16)], 2,
         )
-        for tables in _TABLES
     ]),
     "dropout": _Calls([
         _case(d, dropout_p=0.2, causal=True, **lengths)
@@ -507,23 +508,25 @@ def _spread(inputs: Any, values: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, summed",
+    "widths, arguments, summed",
     [
-        ({}, False),
-        (_IN_ORDER, False),
-        ({"window": (None, 9), "align": "top_left", "softcap": 5.0}, False),
-        ({"window": (70, None)}, True),
+        (widths, *arguments)
+        for widths, arguments in turns(
+            [
+                (32, 64, 66), (64, 64, 128), (96, 80, 77), (160, 144, 77), (128, 128, 100), (192, 128, 120),
+                (208, 256, 60),
+            ],
+            [
+                ({}, False), ({"window": (70, None)}, True),
+                ({"window": (None, 9), "align": "top_left", "softcap": 5.0}, False), (_IN_ORDER, False),
+            ], 2,
+        )
     ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "d, e, seq_k",
-    [(32, 64, 66), (64, 64, 128), (96, 80, 77), (128, 128, 100), (160, 144, 77), (192, 128, 120), (208, 256, 60)],
-    ids=str,
-)
-def test_all_keys_in_one_tile(hopper, d, e, seq_k, arguments, summed):
+)  # fmt: skip
+def test_all_keys_in_one_tile(hopper, widths, arguments, summed):
     """dq is stored as it is multiplied where each query tile visits the only key tile, and summed elsewhere."""
-    emulated = hopper()
+    emulated, (d, e, seq_k) = hopper(), widths
     for seq_q in (49, 200):
         check(_two(d, e, heads=3, heads_kv=3, seq_q=seq_q, seq_k=seq_k, **arguments), "hopper")
         seen = min(seq_k, seq_q + 9)  # keys that the window shows to a query: the others are cut off
