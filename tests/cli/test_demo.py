@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from io import StringIO
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
 from flashtile.cli.demo.scaling import Point
 from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
+from support.distributed.processes import forking
 from support.running.each_case import each_case
 
 pytestmark = pytest.mark.unpoisoned
@@ -45,6 +47,13 @@ broken = partial(flashtile.attention, backend="nonsense")
 def sleeping(q, k, v):
     time.sleep(30)
     return flashtile_attention(q, k, v)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked_from_the_server_of_all_tests():
+    """It has imported what an optimizer and other tests need; the demo's own would leave that to each process."""
+    forking()
+    forkserver.ensure_running()
 
 
 @pytest.fixture

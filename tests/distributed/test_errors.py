@@ -63,7 +63,7 @@ def test_ranks_need_no_numpy(tmp_path):
         "from support.distributed import jobs, processes\n"
         "assert importlib.util.find_spec('numpy') is None\n"
         "chosen = {name: jobs.JOBS[name] for name in ('shapes', 'agreed')}\n"
-        "print(processes.start(chosen, 2, pathlib.Path()))\n"
+        "print(processes.start(chosen, 2, pathlib.Path(), method='fork'))\n"
     )
     done = run_without({"numpy"}, tmp_path, "-c", program)
     assert "q: expected the same on all ranks" in done.stdout, done.stdout + done.stderr

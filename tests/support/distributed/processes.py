@@ -76,10 +76,12 @@ class _Results(dict[str, Any]):
         return found
 
 
-def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -> list[_Results]:
-    """Runs jobs on so many processes. Returns for each rank what each job gave."""
+def start(
+    jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu", method: str = "forkserver"
+) -> list[_Results]:
+    """Runs jobs on so many processes. Returns for each rank what each job gave. `method`: of `multiprocessing`."""
     forking()
-    mp.start_processes(_process, (ranks, str(folder), device, jobs), nprocs=ranks, start_method="forkserver")
+    mp.start_processes(_process, (ranks, str(folder), device, jobs), nprocs=ranks, start_method=method)
     return [_Results(torch.load(folder / f"rank{rank}.pt", weights_only=False)) for rank in range(ranks)]
 
 
