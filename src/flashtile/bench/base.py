@@ -344,8 +344,7 @@ def select_named(option: str, names: Iterable[str], known: Mapping[str, _Named],
 def select_tables(
     option: str, names: Sequence[str], known: Mapping[str, Sequence[_Case]], device: torch.device, quick: bool
 ) -> list[_Case]:
-    """The cases of the tables that an option names, of all when none is named; with `quick` the first of each. Raises
-    UserError."""
+    """The cases of the tables that an option names, of all when none is; with `quick` the first of each."""
     chosen = select_named(option, names or list(known), known, device.type)
     return list(dict.fromkeys(case for cases in chosen for case in cases[: 1 if quick else None]))
 
@@ -353,15 +352,13 @@ def select_tables(
 def select_implementations(
     implementations: Iterable[Implementation], names: Sequence[str], device: torch.device
 ) -> list[Implementation]:
-    """The named implementations, or all defaults of a device. Raises UserError if a name is unknown, or not for this
-    device."""
+    """The named implementations, or a device's defaults. Raises UserError for an unknown name."""
     here = {each.name: each for each in implementations if device.type in each.devices}
     return select_named("--impl", names or [each.name for each in here.values() if each.default], here, device.type)
 
 
 def select_cases(cases: Sequence[_Case], patterns: Sequence[str]) -> list[_Case]:
-    """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere. Raises
-    UserError if a pattern matches no case."""
+    """The cases whose name matches a shell pattern (`d64-causal-*`) or has a bare word. UserError if none does."""
     chosen = [] if patterns else list(cases)
     for pattern in patterns:
         glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"

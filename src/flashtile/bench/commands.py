@@ -96,8 +96,7 @@ _LISTS = ("impl", "cases", "table", "op", "model")
 def _implementations(
     command: str, names: Sequence[str], device: torch.device, quick: bool = False
 ) -> list[Implementation]:
-    """The named implementations of a benchmark, or its defaults. Raises UserError if one is unknown or not
-    installed."""
+    """The named implementations, or the defaults. Raises UserError if one is unknown or not installed."""
     benchmark = BENCHMARKS[command]
     known = benchmark.implementations
     if command == "companions" and quick and device.type == "cpu" and not names:
@@ -233,8 +232,7 @@ def _worktree(root: Path, commit: str, folder: str) -> Iterator[Path]:
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """One record of several runs: each row with the median of its times, and all of them; none if it lacks one in some
-    run."""
+    """One record of several runs: each row with the median of its times, and all; none if some run lacks one."""
     by_key = grouped((row for record in records for row in record["rows"]), row_key)
     return {**records[0], "rows": [_median_row(rows) for rows in by_key.values()]}
 

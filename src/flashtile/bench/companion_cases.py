@@ -266,8 +266,7 @@ class CausalSoftmax(Companion):
 
 @dataclass(frozen=True)
 class MaskedSoftmax(CausalSoftmax):
-    """`flashtile.scaled_masked_softmax` with a mask `[B, 1, S, S]` that takes out a quarter of the keys. The backward
-    needs no mask."""
+    """`flashtile.scaled_masked_softmax`, mask `[B, 1, S, S]` of a quarter of the keys; no mask in the backward."""
 
     op = "masked_softmax"
     rowwise = frozenset(("x", "mask", "out"))

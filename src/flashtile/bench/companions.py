@@ -243,8 +243,7 @@ class Oracle:
         self._expected = self._evaluate(inputs.others)
 
     def judge(self, results: dict[str, Tensor], own_bits: bool) -> Verdict:
-        """Compares outputs, and gradients where there are any. `own_bits`: the implementation drew random bits of its
-        own."""
+        """Compares outputs, and gradients if any. `own_bits`: the implementation drew random bits of its own."""
         expected = self._expected
         if own_bits:
             try:

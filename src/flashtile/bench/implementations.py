@@ -1,5 +1,4 @@
-"""Implementations of attention that are measured: ours and the peers, each with inputs in its own layout,
-contiguous."""
+"""Implementations of attention that are measured: ours and the peers, each with contiguous inputs in its layout."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def visible_in_tensor(mask: str, batch: int, queries: int, keys: int) -> int:
 
 
 def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool `[batch, 1, 1, keys]` of padding, `[1, 1, queries, keys]` of random pairs; true is visible. Every query sees
-    a key."""
+    """Bool `[batch, 1, 1, keys]` of padding, `[1, 1, queries, keys]` of random pairs. Every query sees a key."""
     if mask == PADDING:
         lengths = torch.tensor(padded_lengths(batch, keys), device=device)
         return (torch.arange(keys, device=device) < lengths[:, None])[:, None, None]
@@ -91,8 +90,7 @@ def visible_tiles(tiles: int, density: float) -> int:
 
 @functools.cache
 def tile_layout(seq: int, mask: str) -> Tensor:
-    """The tiles that a mask shows: bool `[tiles, tiles]` on the CPU, always the same for a name: all on the diagonal,
-    and others at random."""
+    """The tiles that a mask shows, always the same for a name: bool `[tiles, tiles]` on the CPU, all diagonal ones."""
     tile, density = parse_tiles(mask)
     tiles = seq // tile
     aside = [cell for cell in range(tiles**2) if cell % (tiles + 1)]

@@ -222,8 +222,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit of flashtile's checkout, with `-dirty` for changed files; else the environment variable
-    FLASHTILE_COMMIT."""
+    """The commit of flashtile's checkout, with `-dirty` for changes; else the environment's FLASHTILE_COMMIT."""
     if "FLASHTILE_COMMIT" in os.environ:
         return os.environ["FLASHTILE_COMMIT"]
     package = Path(flashtile.__file__).parent
@@ -283,8 +282,7 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 
 
 def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
-    """One ratio for each of our rows with a speed, against the fastest peer with a speed; none without a peer.
-    Yardsticks are no peers."""
+    """Our rows with a speed against the fastest peer with one; none without a peer. Yardsticks are no peers."""
     return _ratios(row for row in rows if row["impl"] not in YARDSTICKS)
 
 

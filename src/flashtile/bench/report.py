@@ -75,8 +75,7 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def host_table(rows: Sequence[Row]) -> Table:
-    """Host time of calls: a line for each case, where there are several, and implementation, a column for each phase,
-    in microseconds."""
+    """Host time in microseconds: a line for each case and implementation, a column for each phase."""
     phases, names = _phases(rows), dict.fromkeys(case_name(row) for row in rows)
     times = {(case_name(row), row["impl"], row["phase"]): row["ms"] for row in rows}
     lines = []
@@ -196,8 +195,7 @@ def _phases(rows: Sequence[Row]) -> list[str]:
 
 
 def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:
-    """Times there (`earlier`) and here, and how many times as fast here is, for what both measured; then geometric
-    means."""
+    """Times there (`earlier`) and here, how many times as fast here is, and geometric means."""
     before = {row_key(row): row for row in earlier if row.get("ms") is not None}
     common = [(before[row_key(row)], row) for row in rows if row.get("ms") is not None and row_key(row) in before]
     times = ((row, old["ms"], row["ms"]) for old, row in common)

@@ -75,8 +75,7 @@ def cpu_cases() -> list[Case]:
 
 
 def cpu_grouped_cases() -> list[Case]:
-    """A prompt of 1,024 tokens with 32 query and 8 key/value heads of 128; short sequences in a batch; one key/value
-    head for all."""
+    """A prompt of 1,024 tokens with 32 and 8 heads of 128; short sequences; one key/value head for all."""
     sizes = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
     kinds = _kinds("fp32", "bf16")
     return [Case(*size, **kind) for size in sizes for kind in kinds]
@@ -166,8 +165,7 @@ def shape_cases() -> list[Case]:
 
 
 def float32_cases() -> list[Case]:
-    """Heads of all sizes in float32: 8,192 tokens of 1,024 columns, other lengths, and a single wide head, as
-    autoencoders of images have it."""
+    """Heads of all sizes in float32: 8,192 tokens of 1,024 columns, other lengths, and single wide heads."""
     shapes = [
         *((4, 2048, 1024 // head_dim, head_dim, True) for head_dim in (32, 64, 96, 128, 160, 192, 256, 512)),
         *((4, 2048, 1024 // head_dim, head_dim, False) for head_dim in (64, 128, 256)),
@@ -240,8 +238,7 @@ def common_cases(count: int = 40, seed: int = 5) -> list[Case]:
 
 
 def odd_cases(count: int = 60, seed: int = 1) -> list[Case]:
-    """Heads of 32 to 256 in both 16-bit dtypes, of 64 to 23,000 tokens; some with a window, other keys than queries,
-    packed sequences or dropout."""
+    """Heads of 32 to 256 in both 16-bit dtypes, 64 to 23,000 tokens; some windows, other keys, packed, dropout."""
     draw = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < count:

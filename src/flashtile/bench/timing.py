@@ -62,8 +62,7 @@ class WrongReplayError(AssertionError):
 
 
 def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
-    """The timer of a function that was called before. Raises WrongReplayError if a CUDA graph of it gives wrong
-    results."""
+    """The timer of a function that was called before. WrongReplayError if its CUDA graph gives wrong results."""
     if device.type != "cuda":
         return CpuTimer(function)
     events = EventTimer(function)
@@ -220,8 +219,7 @@ def peak_facts(call: Callable[[], Iterable[Tensor]], inputs: Sequence[Tensor]) -
 
 
 def step_facts(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """`peak_mib` of a training step, in MiB: the largest amount that it takes on a GPU beside what was there; nothing
-    elsewhere."""
+    """`peak_mib` of a training step: the largest amount on a GPU beside what was there; nothing elsewhere."""
     return {"peak_mib": _called(step, device)[1] / 2**20} if device.type == "cuda" else {}
 
 

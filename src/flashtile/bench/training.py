@@ -69,8 +69,7 @@ class TrainCase(AnyCase):
         return self.B * self.S
 
     def flops(self, phase: str) -> float:
-        """Two for each weight of a product and token, and attention's half of S²; a backward twice that, without
-        recomputation."""
+        """Two for each weight and token, and attention's half of S²; a backward twice that, no recomputation."""
         sizes = MODELS[self.model]
         weights = 12 * sizes.layers * sizes.width**2 + sizes.vocabulary * sizes.width
         attention = 2 * sizes.layers * self.S * sizes.width
@@ -111,8 +110,7 @@ def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[s
 
 
 def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
-    """Tokens `[B, S + 1]`: inputs, and a place further the labels. Random ones, or bytes of text where there is a
-    training before."""
+    """Tokens `[B, S + 1]`, inputs and labels one further: random ones, or text where there is a training before."""
     if case.steps:
         return help_text_tokens(case.B, case.S, torch.Generator().manual_seed(seed)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -276,8 +274,7 @@ class Training(Steps[Tensor]):
         )  # fmt: skip
 
     def results(self, phase: str) -> dict[str, Tensor]:
-        """Takes the first steps: losses of tokens before and after `[B, S]`, those of the steps, and samples of what
-        dropout does."""
+        """Takes the first steps: losses of tokens before and after, those of steps, and samples of dropout."""
         checked = checked_tokens(self._batch)
         found = self.first_losses(checked) | self.samples(checked)
         if checked.shape != self._batch.shape:
@@ -341,8 +338,7 @@ def checked_tokens(tokens: Tensor) -> Tensor:
 
 
 def trained_weights(case: TrainCase, device: torch.device) -> dict[str, Tensor]:
-    """The weights after the steps that a case has behind it, of the plain formula without dropout, a new batch in
-    each."""
+    """The weights after a case's earlier steps, by the plain formula without dropout, a new batch in each."""
     weights = make_weights(case, device)
     model = build_plain(replace(case, dropout_p=0.0), weights)
     training = Training(model, make_tokens(case, device), case.dtype == "bf16")

@@ -10,8 +10,7 @@ from flashtile.bench.start import how_to_install, silence_numpy_warning
 
 
 def main(*command: str) -> None:
-    """Runs the command line, or says what to install for it. `command`: what comes before the arguments of the
-    process."""
+    """Runs the command line, or says what to install. `command`: what comes before the process's arguments."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"the command line needs {' and '.join(missing)}: {how_to_install('cli')}")

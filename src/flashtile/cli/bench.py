@@ -37,8 +37,7 @@ def measure(
     compare: Path | None,
     against: str | None,
 ) -> None:
-    """Measures and shows: alone, beside an earlier record, or beside another commit (UserError: both). Progress is on
-    stderr."""
+    """Measures and shows: alone, beside an earlier record, or another commit (UserError: both)."""
     if compare is not None and against is not None:
         raise UserError("--compare and --against: expected one of them, got both; run the command once for each")
     if against is not None:

@@ -17,8 +17,7 @@ _BOTTOM_RIGHT: Literal["bottom_right"] = "bottom_right"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `flashtile.attention`, as options say it; 8-bit inputs have factors by key/value head, sinks by query
-    head."""
+    """A call of `flashtile.attention`, as options say it; 8-bit inputs have factors, sinks a logit for each head."""
 
     batch: Annotated[int | None, Option(min=0, help="Batch size; default: 1.")] = None
     seq: Annotated[int | None, Option(min=0, help="Number of queries; default: 1024.")] = None

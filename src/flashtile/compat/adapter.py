@@ -106,8 +106,7 @@ def tables(text: str, remedies: Mapping[str, str] = {}) -> dict[str, Names]:
 
 
 def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping[str, str] = {}) -> Callable[..., Any]:
-    """A function or method with these arguments that calls body with them by name, `self` and `ctx` by place; `unused`
-    as in `Names`."""
+    """A function or method with these arguments that calls body with them by name; `unused` as in `Names`."""
     own = name.rpartition(".")[2]
     if own == "__init__":
         arguments = f"self, {arguments}"

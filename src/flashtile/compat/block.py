@@ -68,8 +68,7 @@ class _Block(nn.Module):
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def _dtype(self, hidden: Tensor) -> torch.dtype:
-        """The dtype of a norm's result: that of its input where it is fused with what comes before, else of its
-        weight."""
+        """The dtype of a norm's result: its input's if it is fused with what comes before, else its weight's."""
         weight = getattr(self.norm1, "weight", None)
         return hidden.dtype if self.fused_dropout_add_ln or weight is None else weight.dtype
 

@@ -81,8 +81,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_combine(return_lse: bool, **given: Any) -> tuple[Tensor, Any]:
-    """Attention over disjoint keys, put together (`flashtile.compat.flash_attn_3.combine`); lse is None without
-    return_lse."""
+    """Attention over disjoint keys, put together (`flash_attn_3.combine`); lse is None without return_lse."""
     merged, lse = combine(**given)
     return merged, lse if return_lse else None
 

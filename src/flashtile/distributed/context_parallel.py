@@ -240,8 +240,7 @@ def _run_by_heads(
     places: Places, kind: LayoutKind, wants_lse: bool, call: Call, q: Tensor, k: Tensor, v: Tensor,
     *others: Tensor | None,
 ) -> Any:  # fmt: skip
-    """(out, lse), or (out, lse, max_scores), tokens exchanged for heads before and after; lse is None where it is not
-    wanted."""
+    """(out, lse), or (out, lse, max_scores), by exchanging tokens for heads; lse is None if it is not wanted."""
     group = places.groups[-1]
     if len(places.groups) > 1:
         kind = "contiguous"  # within a place of the ring, in whose order its tokens stay

@@ -147,8 +147,7 @@ def _compute(load: Load, ranks: int, machine: Machine, back: bool) -> float:
 
 
 def _bandwidth(group: int, machine: Machine, stride: int = 1) -> float:
-    """Bandwidth of the slowest rank of a group whose neighbours are `stride` GPUs apart: that between nodes if the
-    group leaves one."""
+    """Bandwidth of a group's slowest rank, neighbours `stride` GPUs apart: between nodes if it leaves one."""
     return machine.near if group * stride <= machine.node else machine.far
 
 

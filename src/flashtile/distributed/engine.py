@@ -438,8 +438,7 @@ class ContextAttention(torch.autograd.Function):
 def gradients(
     call: Call, given: Given, sinks: Tensor | None, captured: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias, slopes, sinks and each captured tensor, in its input's dtype; `wanted`: which of
-    those behind v."""
+    """Gradients of q, k, v, bias, slopes, sinks and captured tensors; `wanted`: which of those behind v."""
     tables = given.bias, given.slopes
     bias, slopes = (None if t is None else t.detach().requires_grad_(wants) for t, wants in zip(tables, wanted))
     call = call.reading(tuple(t.detach().requires_grad_(wants) for t, wants in zip(captured, wanted[3:])))

@@ -28,8 +28,7 @@ class TransferError(RuntimeError):
 
 
 class Pending:
-    """Transfers on their way. `finish` waits for them once. `received`: what they fill. `held`: what must not be freed
-    before."""
+    """Transfers on their way. `received`: what they fill. `held`: what must not be freed before."""
 
     def __init__(self, finish: Callable[[], None], received: Sequence[Tensor], held: Sequence[Tensor] = ()) -> None:
         self._finish: Callable[[], None] | None = finish

@@ -75,8 +75,7 @@ class HeadExchange:
     keys: Layout
 
     def run_views(self, run: HeadRun, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Views `[batch, rows, ranks, heads, head_dim]` of `[batch, rows, heads, head_dim]`: each rank's heads of the
-        run."""
+        """Each rank's heads of the run: views `[batch, rows, ranks, heads, head_dim]`."""
         ranks = self.group.size
         pairs = [(t, run.heads) for t in of_queries] + [(t, run.heads_kv) for t in of_keys]
         return [tensor.unflatten(2, (ranks, -1))[:, :, :, low:high] for tensor, (low, high) in pairs]

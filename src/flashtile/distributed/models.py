@@ -92,8 +92,7 @@ def _numbered(
 
 
 class ContextParallelInner(nn.Module):
-    """In the place of an `InnerAttention`: the same options, over the tokens of all ranks
-    (`context_parallel_attention`)."""
+    """An `InnerAttention` with the same options, over the tokens of all ranks."""
 
     def __init__(self, inner: InnerAttention, mesh: DeviceMesh, strategy: Strategy, layout: LayoutKind) -> None:
         super().__init__()
@@ -218,8 +217,7 @@ class MlpParallel(_Style):
 
 
 def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
-    """The forward of a `FusedMlp` whose layers are cut: it takes their weights, not their forward, unless that has
-    hooks."""
+    """The forward of a cut `FusedMlp`: it takes its layers' weights, not their forward, unless that has hooks."""
     if is_hooked(module.fc1) or is_hooked(module.fc2):
         return cast(Tensor, module._called(x))
     fc1, fc2 = cast(ColumnParallelLinear, module.fc1), cast(RowParallelLinear, module.fc2)

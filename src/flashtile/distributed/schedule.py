@@ -104,8 +104,7 @@ class Step(NamedTuple):
 
 
 class HeadRun(NamedTuple):
-    """Heads that a rank computes at a time, and the key/value heads that they read: (first, past the last) within its
-    own."""
+    """Query and key/value heads that a rank computes at a time: (first, past the last) within its own."""
 
     heads: tuple[int, int]
     heads_kv: tuple[int, int]
@@ -275,8 +274,7 @@ def _read(shard: Sequence[Chunk], works: Sequence[Work]) -> tuple[int, int] | No
 
 
 def head_runs(heads: int, heads_kv: int, flops: float) -> tuple[HeadRun, ...]:
-    """How the heads of a rank, with a forward of so many `flops`, follow one another: some arrive while others are
-    computed."""
+    """How the heads of a rank, with a forward of so many `flops`, follow one another, to hide transfers."""
     count = max(n for n in range(1, _RUNS + 1) if heads_kv % n == 0) if flops >= _WORTH_RUNS else 1
     q, kv = heads // count, heads_kv // count
     return tuple(HeadRun((n * q, (n + 1) * q), (n * kv, (n + 1) * kv)) for n in range(count))

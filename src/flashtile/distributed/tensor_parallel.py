@@ -127,8 +127,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def sharded(tensor: Tensor, mesh: DeviceMesh, dim: int, order: Tensor | None = None) -> nn.Parameter:
-    """The part of a whole tensor that this rank keeps, as a parameter. `order`: of rows of the whole as they are
-    cut."""
+    """The part of a whole tensor that this rank keeps. `order`: of rows of the whole as they are cut."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}; make one with "

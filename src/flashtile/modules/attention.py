@@ -63,8 +63,7 @@ class _Attention(nn.Module):
         return flashtile.attention(q, k, v, **options)
 
     def options(self, q: Tensor, causal: bool | None = None) -> dict[str, Any]:
-        """The keyword arguments of `flashtile.attention` that the module stands for; `causal`, where given, comes
-        before its own."""
+        """The keyword arguments of `flashtile.attention`; `causal`, where given, comes before the module's."""
         options: dict[str, Any] = {
             "causal": self.causal if causal is None else causal,
             "window": self.window,

@@ -136,8 +136,7 @@ def _cases(backend: str) -> list[AttentionCase]:
 
 
 def _stored_cases() -> list[AttentionCase]:
-    """Gradients of queries that Hopper kernels add up in order, and those that they store because all keys of a
-    sequence are one tile."""
+    """Gradients of queries that Hopper kernels add up in order, and that they store: all keys are one tile."""
     in_order = replace(_CAUSAL, arguments={"causal": True, "deterministic": True})
     stored = replace(_CAUSAL, seq_q=49, seq_k=49)
     return [replace(case, head_dim=d, head_dim_v=e) for case in (in_order, stored) for d, e in _EVEN_WIDTHS]

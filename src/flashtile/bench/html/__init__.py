@@ -82,8 +82,7 @@ class _Compared:
 
 
 def make_verdict(records: Sequence[Named]) -> Verdict | None:
-    """The verdict of all comparisons in some records, our fastest against the fastest other of each case; None where
-    nothing was compared."""
+    """The verdict: our fastest against the fastest other of each case; None where nothing was compared."""
     found = [one for named in records for one in _compared(named)]
     if not found:
         return None

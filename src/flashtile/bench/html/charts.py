@@ -79,8 +79,7 @@ def in_order(records: Sequence[Named]) -> list[Named]:
 
 
 def styles(records: Sequence[Named]) -> dict[str, int]:
-    """Colour and mark of each machine, and of each implementation: the same all over the page, no two in one record
-    alike, ours first."""
+    """Colour and mark of each machine and implementation, the same all over the page, ours first."""
     together: dict[str, set[str]] = {}
     for named in records:
         names = {row["impl"] for row in named.record["rows"]}

@@ -1,5 +1,4 @@
-"""Charts as plain data, each also as a table of its figures, and their pictures: matplotlib's SVG, in a page's own
-colours and text."""
+"""Charts as plain data, each also as a table, and their pictures: matplotlib's SVG in the page's colours and text."""
 
 from __future__ import annotations
 
@@ -272,8 +271,7 @@ def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, style: _Style) -> 
 
 
 def _write_numbers(axis: Axis, values: Sequence[float] = ()) -> None:
-    """A few numbers beside a linear axis; with values a logarithmic one of these: powers of ten, in a short range also
-    numbers between them."""
+    """A few numbers beside a linear axis; with values a logarithmic one: powers of ten, others in a short range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     between = (1.0,) if values and max(values) > 200 * min(values) else (1.0, 2.0, 5.0)

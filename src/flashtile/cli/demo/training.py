@@ -57,8 +57,7 @@ class Comparison:
 
 
 def load_text(path: Path | None, context: int) -> tuple[bytes, str]:
-    """(bytes, name) of a file, None for Python's own help texts. Raises UserError unless it holds twice the
-    `context`."""
+    """(bytes, name) of a file, None for Python's help texts. UserError unless it holds twice the `context`."""
     path, name = (help_texts(), "Python's help topics") if path is None else (path, path.name)
     try:
         with path.open("rb") as file:

@@ -100,8 +100,7 @@ def _pages(module: Any, packing: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor
 
 
 def no_mask(*arguments: Any, mask_function: Callable[..., Any], **options: Any) -> None:
-    """The mask of a batch of requests: None. Raises ValueError for another pattern than causal, with or without a
-    window."""
+    """The mask of a batch of requests: None. ValueError unless it is causal, with or without a window."""
     band = pattern_within_sequences(mask_function)
     if band is None or not band.causal:
         raise ValueError(

@@ -263,8 +263,7 @@ class Call(NamedTuple):
 
     @property
     def whole_sizes(self) -> tuple[int, int]:
-        """How many queries and keys kernels for sm_90 walk through: in a dense call with a block mask, whole tiles of
-        the mask."""
+        """Queries and keys that kernels for sm_90 walk through: with a dense block mask, whole tiles of it."""
         if self.packed or self.spec.block_shape is None:
             return self.rows_q, self.rows_k
         tile_q, tile_k = self.block_tile

@@ -55,8 +55,7 @@ class _NotBoundedError(Exception):
 
 
 class _Range(NamedTuple):
-    """The least and the greatest value in each of some tiles, `[rows, tiles_k]` or numbers; one object where they are
-    equal."""
+    """The least and greatest value in each of some tiles, `[rows, tiles_k]` or numbers; one object if equal."""
 
     least: Any
     most: Any

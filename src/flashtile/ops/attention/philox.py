@@ -136,8 +136,7 @@ def keep_head_tile(
 def keep_rows(
     seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: Tensor, first_column: int, columns: int
 ) -> Tensor:
-    """As `keep_tile`, of rows in any order, int64 `[rows]`, and `columns` columns from `first_column` on: bool `[n,
-    rows, columns]`."""
+    """As `keep_tile`, of rows `[rows]` in any order, `columns` from `first_column` on: bool `[n, rows, columns]`."""
     groups = torch.arange(first_column // 16 * 8, (first_column + columns + 15) // 16 * 8, device=seed.device)
     row_groups = torch.div(rows, 16, rounding_mode="floor") * 8 + rows % 8
     top, bottom = _group_words(head_words(seed, sequence_head), row_groups, groups)
@@ -149,8 +148,7 @@ def keep_rows(
 
 
 def sequence_heads(sequences: range, heads: range, all_heads: int, origin: Origin | None) -> Tensor:
-    """`sequence · heads + head` of some matrices, int64 `[sequences · heads]`, numbered as in the larger call
-    (`origin`)."""
+    """`sequence · heads + head` of matrices, int64 `[sequences · heads]`, as the larger call numbers (`origin`)."""
     first, all_heads = (0, all_heads) if origin is None else (origin.matrix, origin.heads)
     sequence = torch.arange(sequences.start, sequences.stop, device="cpu")
     return (first + sequence[:, None] * all_heads + torch.arange(heads.start, heads.stop, device="cpu")).flatten()

@@ -57,8 +57,7 @@ def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, want
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """The sum over queries of each key's weights `exp(score - lse)`, `[batch, heads_q, seq_k]`, packed `[heads_q,
-    total_k]`."""
+    """The sum over queries of each key's weights, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`."""
     if side.packed:
         return _column_sums_packed(q, k, lse, side, spec)
     return _column_sums_dense(q, k, lse, side, spec, 0)

@@ -438,8 +438,7 @@ def operator(name: str) -> Callable[..., Any]:
 def check_operands(
     name: str, arguments: Sequence[Any], keywords: Sequence[tuple[str, Any]], values: Container[str]
 ) -> None:
-    """Raises ValueError if arguments do not fit the signature of the overload `name`. `values`: names known before this
-    step."""
+    """ValueError if arguments do not fit the overload's signature. `values`: names known before this step."""
     signature = operator(name)._schema.arguments  # type: ignore[attr-defined]
     positional = [argument for argument in signature if not argument.kwarg_only]
     given = {argument.name: value for argument, value in zip(positional, arguments)}

@@ -63,8 +63,7 @@ REFERENCE = Backend(
 
 
 class AttentionBackends(Backends):
-    """Backends of attention. If the one asked for serves only the forward of a call, another one computes the
-    gradients."""
+    """Backends of attention. If the one asked for has no backward, another one computes the gradients."""
 
     def choose(self, call: Call) -> BackendChoice:
         if call.phase == "backward" and call.requested != "auto":
@@ -142,8 +141,7 @@ def _check_program(side: SideInputs, spec: AttentionSpec) -> None:
 def backward_plans(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, wanted: Wanted
 ) -> Sequence[Any]:
-    """The launches of the backward that follows a forward if out has a contiguous gradient and lse none; may be
-    empty."""
+    """The launches of the backward that follows if out has a contiguous gradient and lse none; or nothing."""
     spec = spec._replace(returns_max_scores=False)
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
@@ -220,8 +218,7 @@ def prepared_unmasked(
 
 
 def lie_as_usual(*tensors: Tensor) -> bool:
-    """Whether rows are contiguous, on a GPU at multiples of 16 bytes. The choice of the backend then follows from the
-    layout."""
+    """Whether rows are contiguous, on a GPU at multiples of 16 bytes: then the layout decides the backend."""
     bits = 0
     for tensor in tensors:
         if tensor.stride(-1) != 1:
@@ -232,6 +229,5 @@ def lie_as_usual(*tensors: Tensor) -> bool:
 
 
 def prepared_function(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    """A function of a backend's module that decides once for calls that are alike; None without, or if calls are
-    watched."""
+    """A backend module's function that decides once for calls alike; None without, or if calls are watched."""
     return None if watch.watching() else getattr(module, name, None)

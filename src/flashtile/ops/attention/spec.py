@@ -389,8 +389,7 @@ def saved_side(saved: Sequence[Tensor | None], max_seqlens: tuple[int, int]) -> 
 
 
 class AuxForm(NamedTuple):
-    """A call's side inputs without the tensors: `places` of the tensors of `Aux` in `side_tensors`, and
-    `max_seqlens`."""
+    """A call's side inputs without tensors: `places` of those of `Aux` in `side_tensors`, and `max_seqlens`."""
 
     places: tuple[int, ...]
     max_seqlens: tuple[int, int]

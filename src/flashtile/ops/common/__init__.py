@@ -1,2 +1,1 @@
-"""The parts that every operation needs and none owns: checks of arguments, choice of backend, dropout bits,
-dispatch."""
+"""The parts that every operation needs and none owns: checks, choice of backend, dropout bits, dispatch."""

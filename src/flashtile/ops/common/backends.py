@@ -105,8 +105,7 @@ class Backends:
         return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
 
     def _implementation(self, *facts: Any) -> ModuleType:
-        """The module that serves a call; ValueError if the backend asked for, or every one for "auto", cannot serve
-        it."""
+        """The module that serves a call; ValueError if the backend asked for, or every one, cannot."""
         call = self._call(*facts)
         choice = self.choose(call)
         if choice.backend is None:

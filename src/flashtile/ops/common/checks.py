@@ -70,8 +70,7 @@ def check_input(name: str, x: Tensor, shape: str, remedy: str, least: int = 1) -
 
 
 def check_function(name: str, function: object, takes: str, instead: str) -> None:
-    """Checks that an argument is a function of `takes` ("batch, head") by position. `instead`: what to do if it is
-    none."""
+    """Checks that an argument is a function of `takes` ("batch, head") by position. `instead`: the remedy."""
     if not callable(function):
         raise TypeError(f"{name}: expected a function ({takes}), got {type(function).__name__}; {instead}")
     try:

@@ -97,8 +97,7 @@ def _looks(tensor: Tensor) -> tuple:
 
 
 def _refuse_onnx(name: str) -> None:
-    """Raises NotImplementedError that names the way while PyTorch exports to ONNX, which has no operator of
-    flashtile."""
+    """Raises NotImplementedError with the remedy while PyTorch exports to ONNX, which has no such operator."""
     onnx: Any = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
         raise NotImplementedError(

@@ -232,8 +232,7 @@ def _whole(parameter: Any) -> Tensor:
 
 
 def _onto(mesh: DeviceMesh, first: str, name: str, parameter: Any) -> DTensor:
-    """A parameter on the mesh of the activations, gathered over its own other dimensions; ValueError if they do not
-    fit."""
+    """A parameter on the activations' mesh, gathered over other dimensions; ValueError if they do not fit."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     own, kept = parameter.device_mesh, mesh.mesh_dim_names or ()

@@ -440,8 +440,7 @@ def backward_pipeline(given: LossUpstream, spec: CrossEntropySpec, inplace: bool
 def _forward_pipeline(
     inputs: Any, misalignment: int, partial: bool, spec: CrossEntropySpec, device: torch.device
 ) -> Pipeline:
-    """`inputs`: the layouts of `LossInputs`; `misalignment` of the logits; `partial`: of `read`, which wants statistics
-    and no losses."""
+    """`inputs`: layouts of `LossInputs`; `misalignment` of logits; `partial`: of `read`, which wants no losses."""
     logits, labels, weights = inputs
     (rows, width), itemsize = logits.shape, logits.dtype.itemsize
     check_rows("logits", rows)
@@ -525,8 +524,7 @@ def _flags(weights: Layout | None, spec: CrossEntropySpec) -> dict[str, bool]:
 
 
 def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropySpec) -> dict[str, Parameter]:
-    """The parameters that the kernels have in common. Addresses and strides of rows are of any alignment: kernels find
-    it out."""
+    """The parameters that the kernels share. Kernels find out the alignment of addresses and strides."""
     statistics = ("weights", "loss", "z", "normaliser", "dloss", "scale", "loss_out", "z_out")
     return {
         **dict.fromkeys(("logits_ptr", "dlogits_ptr"), pointer_to(dtype)),

@@ -79,8 +79,7 @@ class CrossEntropySpec(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """The tensors of a call: logits `[rows, columns]`, labels `[rows]`, and None or the class weights and their sum,
-    `[vocabulary + 1]`."""
+    """Logits `[rows, columns]`, labels `[rows]`, and None or class weights and their sum `[vocabulary + 1]`."""
 
     logits: Tensor
     labels: Tensor
@@ -88,8 +87,7 @@ class LossInputs(NamedTuple):
 
 
 class LossUpstream(NamedTuple):
-    """The tensors of a backward: the gradient of the loss, a factor on it or None, those of the call, and what its
-    forward gave."""
+    """A backward's tensors: the loss's gradient, a factor on it or None, the call's, and the forward's."""
 
     dloss: Tensor
     scale: Tensor | None
@@ -274,8 +272,7 @@ def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: 
 
 
 def choose_pivot(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
-    """The logits of the largest scores, and from which number differences are taken: the same, but 0 where all scores
-    are -inf."""
+    """The logits of the largest scores, and the number to subtract: the same, or 0 where all are -inf."""
     pivot, lowest = (logits.amax(dim), -math.inf) if spec.factor >= 0 else (logits.amin(dim), math.inf)
     return pivot, pivot.masked_fill(pivot == lowest, 0)
 

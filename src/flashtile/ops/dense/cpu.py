@@ -1,5 +1,4 @@
-"""The CPU backend: PyTorch's fused activations and derivatives over blocks of rows that stay in cache, in float32
-(float64)."""
+"""The CPU backend: PyTorch's fused activations and derivatives over cached blocks of rows, in float32 (float64)."""
 
 from __future__ import annotations
 

@@ -204,8 +204,7 @@ def activate_config(width: int, device: DeviceFacts) -> RowTile:
 
 
 def backward_config(width: int, gated: bool, bytes_per_column: int, device: DeviceFacts) -> RowTile:
-    """The cut of a kernel that sums over rows of `width` columns. `bytes_per_column`: of all that it loads for one
-    element."""
+    """The cut of a kernel that sums over rows of `width` columns, each of `bytes_per_column` to load."""
     config = (_BACKWARD_GATED if gated else _BACKWARD).narrowed(width).on(device)
     # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together; beside them warps
     # exchange their sums.

@@ -129,8 +129,7 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
 
 
 def _run(given: SoftmaxInputs, inputs: SoftmaxInputs, spec: SoftmaxSpec, scalars: tuple[bool, float, str]) -> Tensor:
-    """Runs a call that was checked. `given`: its tensors, of which the operator takes views; `scalars`: its other
-    arguments."""
+    """Runs a checked call. `given`: its tensors, of which the operator takes views; `scalars`: the others."""
     repeated = _softmax.repeat(given, inputs, spec, scalars[-1])
     if repeated is not None and (kept := _CALLS.keep_call(given, scalars, repeated)):
         return repeated(kept)

@@ -47,8 +47,7 @@ def visible_ends(row, seq_q, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """A tile of a matrix of `rows` rows: its rows `[M]`, its columns `[N]`, and where the visible keys of each row
-    end."""
+    """A tile of a matrix: its rows `[M]` (of `rows`), columns `[N]`, and where visible keys of each row end."""
 
     row: Any
     columns: Any

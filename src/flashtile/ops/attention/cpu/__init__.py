@@ -131,8 +131,7 @@ def _empty_statistics(q: Tensor) -> Statistics:
 
 
 def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> bool | None:
-    """Whether a call is one causal rectangle (True), a full one (False), or neither (None): a shorter way for most
-    calls."""
+    """Whether a call is one causal rectangle (True), a full one (False), or neither (None): a short cut."""
     if side.packed or side.key_lengths is not None or side.changes_scores:
         return None
     _, left, right, top_left, *_ = spec

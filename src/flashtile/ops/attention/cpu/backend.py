@@ -37,8 +37,7 @@ def served_by_torch(
     dtype: torch.dtype,
     wanted: Wanted | None = None,
 ) -> tuple[bool, str]:
-    """(whether PyTorch's CPU flash attention computes a call, why). `wanted`: of a backward without a gradient of
-    lse."""
+    """(whether PyTorch's CPU flash attention computes a call, why). `wanted`: of a backward, lse without gradient."""
     reason = _unsupported_reason(spec, side, q_shape, k_shape, v_shape)
     if reason is None:
         reason = _slow_reason(dtype) if wanted is None else _backward_reason(dtype, wanted)
@@ -121,8 +120,7 @@ def emulates_bfloat16() -> bool:
 
 @functools.cache
 def packs_16_bits() -> bool:
-    """Whether PyTorch's kernel packs 16-bit keys and values for AMX; else it multiplies a single row element by
-    element."""
+    """Whether PyTorch's kernel packs 16-bit keys and values for AMX; else single rows go element by element."""
     return torch.cpu._is_amx_tile_supported()
 
 

@@ -204,8 +204,7 @@ def distances(diagonals: Tensor, keys: range | KeyTile) -> Tensor:
 
 
 def raised_to_near(diagonal: int, rows: range, keys: int, slopes: Tensor) -> Tensor | None:
-    """By how much scores relative to `near_diagonals` are larger, `[..., R, 1]` for slopes `[..., 1, 1]`; None if
-    not."""
+    """By how much scores relative to `near_diagonals` are larger, `[..., R, 1]` for slopes `[..., 1, 1]`, or None."""
     apart = diagonals(diagonal, rows, slopes.dtype)
     apart.sub_(near_diagonals(diagonal, rows, keys, slopes.dtype)).abs_()
     return slopes * apart[:, None] if apart.any() else None
@@ -223,15 +222,13 @@ def raised_rows(block: Block, rows: range, modifiers: Modifiers | None) -> Tenso
 
 
 def call_tile_mask(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
-    """The block mask of a call, made once; its kinds are `[batch | 1, heads | 1, tiles_q, tiles_k]`, of which blocks
-    take views."""
+    """A call's block mask, made once; blocks take views of `[batch | 1, heads | 1, tiles_q, tiles_k]` kinds."""
     mask = call_mask(side, spec)
     return None if mask is None else TileMask(mask.kind_table(), mask.masks_with_ends().bool())
 
 
 def is_scattered(mask: TileMask | None) -> bool:
-    """Whether a block mask leaves so many small tiles empty that they beat large ones, which take 2/3 of the time per
-    score."""
+    """Whether a block mask leaves so many small tiles empty that they beat large ones, a third faster per score."""
     if mask is None or not mask.kinds.numel():
         return False
     shown = (mask.kinds != len(mask.patterns) - 2).flatten(0, -3).any(dim=0, keepdim=True).float()
@@ -275,8 +272,7 @@ def row_logits(block: Block, side: SideInputs) -> Tensor | None:
 
 
 class SideGradients:
-    """The gradients of side inputs, summed over the tiles of all blocks, in the compute dtype; None for what is not
-    wanted."""
+    """Gradients of side inputs, summed over all tiles, in the compute dtype; None for what is not wanted."""
 
     def __init__(self, side: SideInputs, wanted: Wanted, dtype: torch.dtype) -> None:
         self.bias, self.alibi_slopes, self.sinks = (
@@ -307,8 +303,7 @@ class SideGradients:
         self, dscores: Tensor, weights: Tensor, block: Block, rows: range, modifiers: Modifiers, to: Derivatives,
         factor: float,
     ) -> None:  # fmt: skip
-        """Makes the gradient of scores behind `modify` that of the scores before it, in place; adds that of captured
-        tensors."""
+        """Takes the gradient of scores back through `modify`, in place; adds that of captured tensors."""
         if modifiers.function is not None and to.inputs is not None:
             by_head = split_heads(dscores, block, rows)
             gradient = derivative(modifiers.function.text, dscores.dtype)

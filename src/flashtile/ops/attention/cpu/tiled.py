@@ -61,8 +61,7 @@ def backward(given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wante
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """The sum over queries of each key's weights, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the dtype
-    of lse."""
+    """The sum over queries of each key's weights, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`."""
     if side.packed:
         q, k, lse = q[None], k[None], lse[None]
     sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
@@ -169,8 +168,7 @@ class _OnlineSoftmax:
         tiles.add_product(self.weighted.mul_(decay), weights, v_tile, scratch.products)
 
     def finish(self, dropout_p: float) -> tuple[Tensor, ...]:
-        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, and the largest scores if asked for. Without a visible key: 0, -inf,
-        -inf."""
+        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, perhaps the largest scores; without visible keys 0, -inf, -inf."""
         lse = self.row_sum.log2().add_(self.row_max).mul_(LN2)
         # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
         lse = torch.where(self.row_max == float("inf"), self.row_max, lse)

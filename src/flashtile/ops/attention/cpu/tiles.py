@@ -126,8 +126,7 @@ class KeyTile(NamedTuple):
 
 
 def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
-    """The segments of a call with queries, and keys or a logit without one. q, k `[B, S, H, D]`; B = 1 in a packed
-    call."""
+    """The segments with queries, and keys or a row logit. q, k `[B, S, H, D]`; B = 1 in a packed call."""
     if side.packed:
         yield from _packed_segments(side, spec)
         return
@@ -295,8 +294,7 @@ def hidden(rows: range, columns: range, visible: Band) -> Tensor:
 
 
 def keep_weights(block: Block, rows: range, keys: KeyTile, spec: AttentionSpec, scratch: Scratch) -> Tensor | None:
-    """1 where dropout keeps a weight, else 0, `[N, G·R, C]` in the compute dtype, a faster factor than bool; None
-    without."""
+    """1 where dropout keeps a weight, else 0, `[N, G·R, C]` in the compute dtype (faster than bool), or None."""
     if not spec.dropout_p:
         return None
     assert block.dropout_words is not None
@@ -362,8 +360,7 @@ def make_scratch(block: Block, q: Tensor, v: Tensor) -> Scratch:
 
 
 def _dropout_scratch_size(block: Block) -> int:
-    """Numbers for the dropout bits of the matrices of a tile that are made together, wherever in groups of 16 it
-    begins."""
+    """Numbers for the dropout bits of matrices that are made together, wherever in groups of 16 a tile begins."""
     of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))
     return max(_DROPOUT_NUMBERS_PER_THREAD * torch.get_num_threads(), of_a_tile)
 

@@ -300,8 +300,7 @@ class Statistics(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, table: Tensor | None = None
 ) -> Statistics | None:
-    """The result of a rectangle, q `[b, R, H, D]`, k and v `[b, C, Hkv, D]`; None where it may be wrong. Arguments:
-    `Part`."""
+    """The result of a rectangle (`Part`), q `[b, R, H, D]`, k, v `[b, C, Hkv, D]`; None where it may be wrong."""
     group = q.shape[2] // k.shape[2]
     rows = q.shape[1]
     stacked = not causal and (rows == 1 or (group > 1 and rows <= _MOST_STACKED_QUERIES and table is None))

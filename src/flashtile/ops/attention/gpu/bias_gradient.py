@@ -181,8 +181,7 @@ def store_part(
     sums_ptr, total, row, column, part, batch_of, head_of, work,
     SHARED_ROWS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile `[M, N]` of a part of a bias's gradient, or its sums where all share one row or column of the
-    bias."""
+    """Stores a tile `[M, N]` of a part of a bias's gradient, or its sums if all share one row or column."""
     if SHARED_ROWS:
         total = tl.sum(total, 0)[None, :]
         row = tl.zeros((1, 1), tl.int32)

@@ -55,8 +55,7 @@ def _add_up(
 
 @triton.jit
 def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up float32 `[parts, size]` in a fixed order, into the bias's dtype: `BLOCK` numbers of `PARTS` parts at a
-    time."""
+    """Adds up float32 `[parts, size]` in a fixed order, into the bias's dtype, `BLOCK` of `PARTS` parts at a time."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros((PARTS, BLOCK), tl.float32)
@@ -145,8 +144,7 @@ class BiasWork(NamedTuple):
 
 
 class WorkNumbers(NamedTuple):
-    """Sizes of the bias, and the fields of `BiasWork`, for a kernel. `sharing` is in 64 bits if the loop counts past
-    32."""
+    """Sizes of the bias, and `BiasWork`, for a kernel. `sharing` is in 64 bits if the loop counts past 32."""
 
     batch: Any
     heads: Any

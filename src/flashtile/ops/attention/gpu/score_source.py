@@ -78,8 +78,7 @@ def function_source(text: str, bounds: ScoreBounds | None = None, reads_before: 
 
 @functools.lru_cache(maxsize=1024)
 def with_derivative_source(text: str, bounds: ScoreBounds | None = None) -> str:
-    """`score_and_derivative(..., sizes, reads)`: the scores of `function_source`, and their derivatives by the
-    score."""
+    """`score_and_derivative(..., sizes, reads)`: `function_source`'s scores, their derivatives by the score."""
     gradient = derivative(text, torch.float32, of_score_alone=True)
     assert gradient.result is not None
     writer = ScoreWriter(gradient.program, bounds, gradient.program.early_loads)
@@ -177,8 +176,7 @@ def _ordered(total: str, offset: str, inside: str, by_row: bool) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
-    """The dtypes of what a function reads for each score, tiles that Triton loads ahead into shared memory as it does a
-    bias."""
+    """The dtypes of what a function reads for each score, which Triton loads ahead as it does a bias."""
     if text is None:
         return ()
     program = parse(text)

@@ -216,8 +216,7 @@ class ScoreWriter:
         return ["".join(f" {each}" for each in parts[shared]) for shared in sorted(parts)]
 
     def _summands(self, value: str) -> list[tuple[str, str]]:
-        """Values whose signed sum an index is, cut until each belongs to rows, columns, or neither; at most
-        `_MOST_SUMMANDS`."""
+        """Values whose signed sum an index is, until each belongs to rows, columns, or neither."""
         found: list[tuple[str, str]] = []
         rest = [("+", value)]
         while rest:

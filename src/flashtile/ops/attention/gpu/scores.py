@@ -311,8 +311,7 @@ def _distances(diagonal, column, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def slope_gradients(dscores, row, column, distance, apart=None):
-    """A tile's part `[M, N]` of minus the slope's gradient, by rows `[M]`. `apart`: what `moved_near` took off the
-    distances."""
+    """A tile's part `[M, N]` of minus the slope's gradient, by rows. `apart`: what `moved_near` took off."""
     distances = _distances(row + distance.diagonal, column, TRANSPOSED=False)
     if apart is not None:
         distances += apart
@@ -321,8 +320,7 @@ def slope_gradients(dscores, row, column, distance, apart=None):
 
 @triton.jit
 def statistic_column(side, second):
-    """The column in which the dq kernel stores delta of a row (`second` 1) or lse, with slopes relative to the nearest
-    key."""
+    """The column where the dq kernel stores a row's delta (`second` 1) or lse, relative to the nearest key."""
     column = second
     if side.alibi_slopes is not None:
         column = 3 - 2 * second
@@ -348,8 +346,7 @@ def start_softmax(modifiers, first_row, batch, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sees_logit_alone(lse, side, head, out_tile):
-    """Rows `[M]` that see their sink alone: `out = 0`, and the sink as lse (log2), up to rounding. None without
-    sinks."""
+    """Rows `[M]` that see their sink alone: `out = 0`, and the sink as lse (log2). None without sinks."""
     alone = None
     if side.sinks is not None:
         sink = tl.load(side.sinks + head)

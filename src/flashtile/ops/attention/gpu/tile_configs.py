@@ -153,8 +153,7 @@ def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig
 
 
 def phase_kernels(call: Call) -> dict[KernelName, TileConfig]:
-    """The kernels of a phase with their tiles: a backward's are one for all gradients, or dq, dkdv, and dbias if
-    wanted."""
+    """A phase's kernels with their tiles: of a backward one for all, or dq, dkdv, and dbias if wanted."""
     if call.phase != "backward":
         return dict([kernel_tiles(call.phase, call)])
     name, tiles = kernel_tiles("dq", call)

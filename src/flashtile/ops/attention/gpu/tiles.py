@@ -190,8 +190,7 @@ def load_rows(
     base, strides, first, rows, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`, zeros past the end; `WHOLE`: none
-    lies there."""
+    """`[BLOCK_ROWS, BLOCK_COLUMNS]` of one head from row `first` on, 0 past the end; `WHOLE`: nothing is past it."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     pointers = row_pointers(base, strides.ROW, first, BLOCK_ROWS) + column[None, :]
@@ -208,8 +207,7 @@ def load_rows(
 
 @triton.jit
 def as_operand(tile):
-    """A tile as a product takes it: e4m3 bytes become float16, for not all GPUs convert them, nor does Triton for all
-    that do."""
+    """A tile as a product takes it: e4m3 becomes float16, because neither all GPUs nor Triton have all conversions."""
     if tile.dtype == tl.uint8:
         # Sign, exponent and fraction of the one at their places in the other. Its exponent counts from 7, not from 15:
         # the number is 2⁸ times that, also where it has no leading one. NaN comes out as 480, which nothing else does.
@@ -232,8 +230,7 @@ def product_by_chunks(
     HEAD_DIM: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`a bᵀ` of two tiles of rows, `[BLOCK_A, BLOCK_B]`, CHUNK columns at a time: of heads so wide that whole tiles
-    would not fit."""
+    """`a bᵀ` of two tiles of rows, `[BLOCK_A, BLOCK_B]`, CHUNK columns at a time, if whole tiles would not fit."""
     a_row = tl.arange(0, BLOCK_A)
     b_row = tl.arange(0, BLOCK_B)
     a_pointers = row_pointers(a_base, a_strides.ROW, a_first, BLOCK_A)

@@ -371,8 +371,7 @@ def bias_gradient_by(config: BackwardConfig, call: Call) -> Literal["backward", 
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous gradient `[..., head_dim]` whose rows are padded to 16 bytes, so that TMA can write
-    them."""
+    """Strides of a contiguous gradient `[..., head_dim]` whose rows are padded to the 16 bytes of TMA."""
     *outer, head_dim = shape
     return contiguous_strides((*outer, -(-head_dim // 8) * 8))
 
@@ -410,8 +409,7 @@ class DqEpilogue(NamedTuple):
 
 
 def dq_epilogue(config: BackwardConfig, call: Call) -> DqEpilogue:
-    """Whether dq needs sums of several thread blocks; if not, TMA stores it, also for wide heads. `config`: the table's
-    row."""
+    """Whether dq needs sums of several thread blocks; if not, TMA stores it. `config`: the table's row."""
     stores = config._replace(sums_by_tma=True)
     if backward_shared_memory(stores, call) > SHARED_MEMORY:
         stores = config

@@ -105,8 +105,7 @@ class BiasStores(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """How the results of `sum_dq` leave: dq by `DqSums` or `DqStores`, a bias's gradient by `BiasStores`. None if not
-    needed."""
+    """How results of `sum_dq` leave: dq by `DqSums` or `DqStores`, a bias's gradient by `BiasStores`, or None."""
 
     sums: Any
     stores: Any

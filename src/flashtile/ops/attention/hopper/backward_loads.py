@@ -124,8 +124,7 @@ def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
 
 @gluon.jit
 def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
-    """Loads queries, statistics and dout of step `index` of a key tile without a block mask, after `steps_done` of
-    other tiles."""
+    """Loads queries, statistics and dout of a step without a block mask, `steps_done` before this key tile."""
     step = key_tile_step(work, index, config)
     tile = visited_tile(work, step.tile, config)
     if config.SHARES_PROGRESS:

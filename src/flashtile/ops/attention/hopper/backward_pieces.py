@@ -146,8 +146,7 @@ def start_transposed(a, b, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
 
 @gluon.jit
 def wide_zeros(ring):
-    """A sum as wide as the tiles of a ring, in two chunks: at most `_BLOCK` columns, and what is left (unused if
-    nothing)."""
+    """A sum as wide as a ring's tiles, in two chunks: at most `_BLOCK` columns, and the rest (perhaps unused)."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
     MORE: gl.constexpr = ring.TAIL if ring.TAIL > 0 else max(ring.WIDTH - _BLOCK, 64)
     main = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
@@ -348,8 +347,7 @@ def scaled_by_dropout(dv, problem):
 
 @gluon.jit
 def start_store(descriptors, ring, slot, total, work, row, PACKED: gl.constexpr):
-    """Starts the store of a sum of 64 keys from `row` on, through a slot of a ring. Keys past the end are not
-    written."""
+    """Starts the store of a sum of 64 keys from `row` on through a ring's slot; none is written past the end."""
     COLUMNS: gl.constexpr = total.main.shape[1]
     dtype: gl.constexpr = ring.tiles.dtype
     tma_store_wait(0)  # until what left through this place before has been read

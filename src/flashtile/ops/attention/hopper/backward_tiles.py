@@ -122,8 +122,7 @@ class KernelConfig:
 
 
 class ScoreChange(NamedTuple):
-    """A score function's inputs: addresses and sizes of what it reads, None without any. The other fields:
-    `KernelConfig`."""
+    """A score function's inputs: addresses and sizes of what it reads, or None. The others: `KernelConfig`."""
 
     captured: Any
     sizes: Any
@@ -542,8 +541,7 @@ def listed_step(count, config, shared):
 
 @gluon.jit
 def dq_sum_tile(work, head, tile, config):
-    """The number of a query tile of a head among those whose dq is summed; with whole lines, in the thread block's one
-    line."""
+    """The number of a head's query tile in the sums of dq; with whole lines, in the thread block's one line."""
     if config.WHOLE_LINES:
         number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
     else:
@@ -588,8 +586,7 @@ def _enlargement(dtype, sums_slopes, config):
 
 @gluon.jit
 def modified_scores(s, key, first_query, first_key, head, tables, work, problem, config):
-    """Scores `sᵀ` with what changes them, and what `compute_ds` takes: the tanh of the soft cap, or a function's
-    derivatives."""
+    """Scores `sᵀ` with what changes them; and for `compute_ds` the soft cap's tanh, or a function's derivatives."""
     side = problem.side
     units = problem.units
     if units.cap_scale is not None:

@@ -102,8 +102,7 @@ class BiasTile(NamedTuple):
 
 
 class Sharer(NamedTuple):
-    """A sequence and query head that share a tile of the bias (negative after the last), and in a packed call its
-    rows."""
+    """A sequence and query head that share a tile of the bias (negative after the last), and packed rows."""
 
     sequence: Any
     head: Any

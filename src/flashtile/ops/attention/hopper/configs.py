@@ -97,8 +97,7 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 
 
 def score_columns(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Columns of the first chunk that scores are products of: cut to what one instruction multiplies, but not up to
-    64."""
+    """Columns of the first chunk that scores are products of; past 64 cut to what an instruction multiplies."""
     least = 32 // dtype.itemsize
     width, _ = column_chunks(head_dim, dtype)
     return min(-(-head_dim // least) * least, width) if width > 64 else width
@@ -354,8 +353,7 @@ def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype
 
 
 def moves_by_tma(bias: TensorFacts | None, dtype: torch.dtype) -> bool:
-    """Whether TMA can bring tiles of a bias: with queries and keys, in the dtype of q, rows at multiples of 16
-    bytes."""
+    """Whether TMA can bring tiles of a bias: queries × keys, in the dtype of q, rows at multiples of 16 bytes."""
     if bias is None or bias.dtype is not dtype or 1 in bias.shape[2:] or bias.strides[2] == 0 or bias.strides[3] != 1:
         return False
     used = (stride for size, stride in zip(bias.shape, bias.strides[:-1]) if size > 1)
@@ -403,8 +401,7 @@ def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torc
 
 
 def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Tiles of queries on chip: two where products read them there and there is room, so that the next ones arrive
-    early."""
+    """Tiles of queries on chip: two, to load the next early, where products read them there and there is room."""
     if config.q_in_registers:
         return 1
     room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=2, outs=config.consumers)

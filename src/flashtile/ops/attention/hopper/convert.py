@@ -103,8 +103,7 @@ _WIDENED_VALUES = 8192
 
 
 def widen_kernel(shape: tuple[int, ...], strides: tuple[int, ...]) -> Kernel:
-    """Writes "wide_v" from values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv,
-    head_dim_v]`."""
+    """Writes "wide_v" from values `[batch, rows_k, heads_kv, head_dim_v]`, or packed without the batch."""
     *batch, rows_k, heads_kv, head_dim_v = shape
     sequences = batch[0] if batch else 1
     rows, columns = _tile(head_dim_v)
@@ -145,8 +144,7 @@ class Operand(NamedTuple):
 
 
 class SplitOperands(NamedTuple):
-    """By operand: the kernels that write its parts, the layout of the buffer `<name>_parts`, and that as TMA moves
-    it."""
+    """By operand: the kernels that write its parts, the layout of buffer `<name>_parts`, and that for TMA."""
 
     kernels: dict[str, Kernel]
     layouts: dict[str, Layout | None]

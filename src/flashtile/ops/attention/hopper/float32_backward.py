@@ -225,8 +225,7 @@ def acquire_own(ring, FIRST: gl.constexpr):
 
 @gluon.jit
 def chunked_product(own, FIRST: gl.constexpr, visited, turn, RELEASES: gl.constexpr):
-    """`a bᵀ` `[64, 64]` over all columns of the own parts from `FIRST` on and the visited ones, which it RELEASES or
-    keeps."""
+    """`a bᵀ` `[64, 64]` over all columns: own parts from `FIRST` on, visited ones, which it RELEASES or not."""
     for part in gl.static_range(PARTS):
         visited.acquire(part_slot(turn, part))
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
@@ -255,8 +254,7 @@ def start_product(total, own, OWN: gl.constexpr, visited, VISITED: gl.constexpr,
 
 @gluon.jit
 def add_product(total, a, visited, turn, COLUMN: gl.constexpr):
-    """The sums plus `a b`, of as many columns of b from `COLUMN` on as there are sums; `a`: float32, in registers.
-    Releases b."""
+    """The sums plus `a b` (a float32, in registers), of b's columns from `COLUMN` on. Releases b."""
     operand: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
     high, middle, low = split_bf16x3(a)
     high = gl.convert_layout(high, operand, assert_trivial=True)

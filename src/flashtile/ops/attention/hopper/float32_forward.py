@@ -156,8 +156,7 @@ class Parts(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """Descriptors of the parts of own rows, of the visited ones that they are multiplied with, and of the sums'
-    operand."""
+    """Descriptors of the parts of own rows, of the visited ones times them, and of the sums' operand."""
 
     own: Any
     visited: Any

@@ -136,8 +136,7 @@ from flashtile.ops.attention.spec import FP8, out_dtype
 
 @aggregate
 class KernelConfig:
-    """The constants of a kernel: names of `configs.HopperConfig`, and what the call has, so that other calls do not
-    pay."""
+    """A kernel's constants: `configs.HopperConfig`, and what the call has, so that other calls do not pay."""
 
     EIGHT_BITS: gl.constexpr
     CONSUMERS: gl.constexpr
@@ -594,8 +593,7 @@ def consume_tile(
 
 @gluon.jit
 def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
-    """Releases the next key tiles unseen, and gives the other consumers its turns. Returns the tiles taken from the
-    rings."""
+    """Releases the next key tiles unseen, and gives others its turns. Returns the tiles taken from the rings."""
     for _ in range(count):
         slot = key_slot(rings, key_tiles)
         rings.k.acquire(slot)
@@ -617,8 +615,7 @@ def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
 
 @gluon.jit
 def step_query(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
-    """The queries as an operand for one key tile; with a single stage at an address that is not known
-    (`hidden_zero`)."""
+    """The queries as an operand for one key tile; with a single stage at a hidden address (`hidden_zero`)."""
     if config.ONE_STAGE:
         query = query_operand(rings.q, Slot(q_slot.place + hidden_zero(key_tiles), q_slot.phase), s_layout, config)
     return query

@@ -149,8 +149,7 @@ def start_scores(query, rings, slot, zeros, config):
 
 @gluon.jit
 def _start_columns(q, k, s, COLUMNS: gl.constexpr, COUNT: gl.constexpr):
-    """Adds the product of `COUNT` columns to `s` if it is one of the powers of two that sum to `COLUMNS`, largest
-    first."""
+    """Adds the product of `COUNT` columns to `s` if `COLUMNS` has that power of two; larger ones come before."""
     if COLUMNS & COUNT:
         FIRST: gl.constexpr = COLUMNS - COLUMNS % (2 * COUNT)
         columns = tile_slice(k, FIRST, COUNT, 1).permute([1, 0])
@@ -353,8 +352,7 @@ def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
 
 @gluon.jit
 def largest_weights(probs, config):
-    """The largest weights of rows, in parts, which tell the largest scores by their distance from the reference; or
-    0."""
+    """The largest weights of rows, in parts: the largest scores by distance from the reference; or 0."""
     largest = gl.to_tensor(0)
     if config.MAX_SCORES:
         largest = row_maxima(probs)
@@ -394,8 +392,7 @@ class HeadModifiers(NamedTuple):
 
 
 class FunctionInputs(NamedTuple):
-    """Inputs of a score function: `function_scale` of `ScoreUnits`, addresses and sizes of the tensors (None without
-    any)."""
+    """A score function's inputs: `function_scale` of `ScoreUnits`, addresses and sizes of tensors, or None."""
 
     scale: Any
     sequence: Any
@@ -468,8 +465,7 @@ def function_scores(s, first_key, read, function, view, config):
 
 @gluon.jit
 def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constexpr, WHICH: gl.constexpr):
-    """The tiles of the tables, and what a score function reads, for the `n`-th key tile in `slot`, in the layout of
-    scores."""
+    """Tiles of tables, and a score function's reads, for the `n`-th key tile in `slot`, as scores lie."""
     N: gl.constexpr = rings.k.ROWS
     bias = 0
     mask = 0

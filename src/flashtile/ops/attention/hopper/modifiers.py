@@ -160,8 +160,7 @@ def lowered_by_distance(scores, position, first, slope):
 
 
 class TableTiles(NamedTuple):
-    """The bias, the mask and what a score function reads for a tile of scores; a placeholder for what a call does not
-    have."""
+    """Bias, mask and a score function's reads for a tile of scores; placeholders for what there is not."""
 
     bias: Any
     mask: Any
@@ -177,8 +176,7 @@ class MovedBias(NamedTuple):
 
 @gluon.jit
 def head_table(pointer, numbers, sequence, head):
-    """A pointer to the first element of a head of a sequence; None without a table. `numbers`:
-    `parameters.TableNumbers`."""
+    """A pointer to the first element of a head of a sequence, or None. `numbers`: `parameters.TableNumbers`."""
     first = None
     if pointer is not None:
         batch = gl.to_tensor(sequence).to(gl.int64) * numbers.stride_batch
@@ -202,8 +200,7 @@ def bias_bytes(tiles, PARTS):
 def move_bias(
     bias, tiles, place, sequence, head, query, key, barrier, PARTS: gl.constexpr, ALONG_KEYS: gl.constexpr
 ):  # fmt: skip
-    """Producer: loads the tiles of stage `place` of a head's bias from `query` and `key` on, side by side along one of
-    both."""
+    """Producer: loads stage `place` of a head's bias from `query` and `key` on, tiles side by side along one."""
     sequence = gl.where(bias.numbers.stride_batch == 0, 0, sequence)
     head = gl.where(bias.numbers.stride_head == 0, 0, head)
     for part in gl.static_range(PARTS):
@@ -532,8 +529,7 @@ TILE_INFO_FIELDS = gl.constexpr(4)
 
 
 class BlockLists(NamedTuple):
-    """A block mask's lists. `numbers` (`parameters.BlockNumbers`): where the parts begin that a kernel reads, and their
-    strides."""
+    """A block mask's lists. `numbers` (`parameters.BlockNumbers`): where parts begin, and their strides."""
 
     lists_ptr: Any
     numbers: Any
@@ -600,8 +596,7 @@ def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
-    """How many stored tiles are before that of `listed_tile` in the other list. The ranks lie behind the entries'
-    kinds."""
+    """How many stored tiles are before that of `listed_tile` in the other list; ranks lie behind kinds."""
     numbers = blocks.numbers
     return gl.load(blocks.lists_ptr + entry + step // (TILE // OTHER) + (2 * numbers.kinds - numbers.tiles))
 
@@ -635,8 +630,7 @@ def _bits_layout(WORDS):
 def load_bits(
     blocks, kind, first_row, column, COLUMNS: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_COLUMNS: gl.constexpr
 ):
-    """`[64, COLUMNS / 32]` words: what is visible of the `column`-th COLUMNS of a tile to 64 rows; 0 without a
-    pattern."""
+    """`[64, COLUMNS / 32]` words: what of the `column`-th COLUMNS 64 rows see; 0 without a pattern."""
     WORDS: gl.constexpr = COLUMNS // 32
     layout: gl.constexpr = _bits_layout(WORDS)
     # What all threads share first: then a thread's own part is a single offset.

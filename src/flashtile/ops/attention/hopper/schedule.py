@@ -47,8 +47,7 @@ def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr)
 
 @gluon.jit
 def line_group(line, lines, together, closing):
-    """The first of the lines that take turns with `line`, and how many they are: `together`, at the end at least
-    `closing`."""
+    """The first of the lines that take turns with `line`, and how many: `together`, at the end `closing` or more."""
     last = gl.maximum(lines - closing, 0) // together * together
     first = gl.minimum(line // together * together, last)
     return first, gl.where(first < last, together, lines - last)
@@ -492,8 +491,7 @@ class BackwardSchedule(NamedTuple):
         return call.is_covered(self.config.block_m, self.config.block_n)
 
     def programs(self, call: Call) -> int:
-        """Thread blocks of the main kernel: for long walks of one length no more than each round needs
-        (`_POWER_BOUND_WALK`)."""
+        """Thread blocks of the main kernel; of long, even walks what each round needs (`_POWER_BOUND_WALK`)."""
         lines = call.lines_kv * self.shares
         if not self.config.producer:
             return self.key_tiles * lines
@@ -612,8 +610,7 @@ def lone_query_tiles(call: Call, config: BackwardConfig) -> int:
 
 
 def may_divide_queries(call: Call, group: int) -> bool:
-    """Whether walks may be parts: none waits for another, and no side input of scores counts heads. `group`: heads of a
-    walk."""
+    """Whether walks may be in parts: none waits for another, no side input counts heads (`group` of a walk)."""
     may = not (call.spec.banded or call.spec.batch_invariant) and call.aux.leaves_scores
     return may and group * call.rows_q < WALK_BEYOND_CACHE
 
@@ -643,16 +640,14 @@ def _may_reverse_walks(call: Call, config: BackwardConfig, ordered: bool) -> boo
 
 
 def _may_rotate_walks(call: Call) -> bool:
-    """Whether key tiles may begin at the same query tile: in a window that ends on both sides, if they add in no
-    order."""
+    """Whether key tiles may begin at the same query tile: in a two-sided window, if they add in no order."""
     spec = call.spec
     window = spec.window_left is not None and spec.window_right is not None
     return window and spec.block_shape is None and not spec.deterministic
 
 
 def _may_share_progress(call: Call, config: BackwardConfig) -> bool:
-    """Whether key tiles may begin where others are: without a mask, if they add in no order, and a producer can
-    look."""
+    """Whether key tiles may begin where others are: without a mask and an order, if a producer can look."""
     spec = call.spec
     return not (spec.block_shape is not None or call.packed or spec.deterministic) and config.producer
 
@@ -683,8 +678,7 @@ def tiles_done_before_last(tiles: int, lines: int, group: int, programs: int) ->
 
 
 def tiles_before_last(tiles: int, lines: int, group: int) -> int:
-    """Key tiles before those of the last lines that take turns, `_closing_lines` or a few more, of `group` query
-    heads."""
+    """Key tiles before the last lines that take turns, `_closing_lines` or more, of `group` query heads."""
     closing = max(TILES_AT_THE_END.value // tiles, 1)
     if group > 1:
         closing = min(closing, TILES_AT_ONCE.value // 8)

@@ -101,8 +101,7 @@ STREAM_PLACES = 2 * PARTS
 
 
 def cut_shared_rows(chunks: int) -> tuple[int, int]:
-    """How many of `chunks` of own rows stay on chip for each of two warpgroups, and the places of the stream of
-    each."""
+    """How many of `chunks` of own rows stay for each of two warpgroups, and the places of each's stream."""
     room = (SHARED_MEMORY - SHARERS * EXCHANGE_BYTES - OVERHEAD) // TILE_BYTES
     staying = -(-chunks // SHARERS)
     while (places := (room - _staying_tiles(chunks, staying)) // SHARERS) < STREAM_PLACES:

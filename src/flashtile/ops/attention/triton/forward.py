@@ -268,8 +268,7 @@ def _sum_weights(
     modifiers, blocks, constants, shape,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the weights of the rows in the query tiles of `visited`, or in those that `blocks` lists:
-    `[N]`."""
+    """The sum of the weights of rows in the query tiles of `visited`, or that `blocks` lists: `[N]`."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     BLOCK_D: tl.constexpr = shape.BLOCK_D
