@@ -9,6 +9,7 @@ from torch import Tensor
 import flashtile
 from flashtile.models import GPT, GPTConfig
 from flashtile.testing import assert_same
+from support.running.covering import turns
 
 _SEED = torch.tensor([1, 2])
 
@@ -102,8 +103,7 @@ def results(call: Call, leaves: list[Tensor], size: int, number: float) -> list[
     return [*outs, *torch.autograd.grad(sum(t.square().sum() for t in outs), leaves)]
 
 
-@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "default"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name, dynamic", turns(CALLS, [True, None]), ids=str)
 def test_second_size_and_number(name, dynamic):
     call, shapes = CALLS[name]
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -114,7 +114,7 @@ def test_second_size_and_number(name, dynamic):
 
 
 @pytest.mark.slow  # five to ten seconds of sizes as symbols
-@pytest.mark.parametrize("options", [{"positions": "rotary"}, {"positions": "learned"}, {"parallel": True}], ids=str)
+@pytest.mark.parametrize("options", [{"positions": "learned"}, {"positions": "rotary", "parallel": True}], ids=str)
 def test_model_of_dynamic_length(options):
     config = GPTConfig(vocabulary=20, context=16, layers=1, heads=2, width=8, **options)
     model = GPT(config)
