@@ -129,10 +129,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.lru_cache(maxsize=len(FILES))
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, which is walked once for all tests."""
+    return list(ast.walk(tree))
+
+
 def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Full names of what a module imports, wherever in it, and of what it reaches as `flashtile.<package>`."""
     package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -259,7 +265,7 @@ def test_kernels_read_state_by_name():
 def test_rows_of_tables_name_their_numbers():
     tables = [path for path in KERNELS if path.name.endswith(("configs.py", "kernels.py"))]
     assert len(tables) > 2
-    calls = [node for path in tables for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    calls = [node for path in tables for node in nodes(parsed(path)) if isinstance(node, ast.Call)]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id[:1].isupper()]
     unnamed = [ast.unparse(call) for call in made if sum(isinstance(each, ast.Constant) for each in call.args) > 2]
     assert not unnamed, "write the names of the fields"
@@ -269,7 +275,7 @@ def numbered_subscripts(tree: ast.AST) -> list[str]:
     """Where jitted functions read a tuple by a number; shapes have no names."""
     return [
         f"{ast.unparse(node)} in {function.name}, line {node.lineno}"
-        for function in ast.walk(tree)
+        for function in nodes(tree)
         if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in function.decorator_list)
         for node in ast.walk(function)
         if isinstance(node, ast.Subscript)
@@ -325,7 +331,7 @@ def long_calls(tree: ast.AST) -> list[str]:
     """Calls with eight arguments or more by position."""
     return [
         f"{ast.unparse(node.func)}, line {node.lineno}"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and sum(not isinstance(each, ast.Starred) for each in node.args) >= 8
     ]
 
@@ -339,7 +345,7 @@ def factories_without_device(tree: ast.AST) -> list[str]:
     """Calls of PyTorch's functions that make a tensor on the default device, because they have no `device`."""
     return [
         f"{ast.unparse(node)}, line {node.lineno}"
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func).removeprefix("torch.") in FACTORIES
@@ -372,7 +378,7 @@ def test_a_modifier_is_known_where_it_is_applied(modifier):
 def identifiers(tree: ast.AST) -> set[str]:
     """The names in code, in small letters; not those in comments, docstrings and messages."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         for field in ("id", "attr", "arg", "name"):
             name = getattr(node, field, None)
             if isinstance(name, str):

@@ -12,6 +12,7 @@ def results(tmp_path_factory):
     return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 def test_results_and_gradients_over_four_ranks_are_those_of_one_process(tmp_path):
     """A mesh of two dimensions."""
     results = start(FOUR, 4, tmp_path)

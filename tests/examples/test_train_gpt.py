@@ -210,6 +210,7 @@ def test_activations_made_again_are_the_same(train, tmp_path):
     assert_same_bits(tmp_path / "kept", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_processes_that_share_weights_and_sequences_are_one(train, text, tmp_path):
     """Tensor and context parallel with FSDP; its checkpoint goes on in one process, and one's in it."""
     assert train("one") == 0
