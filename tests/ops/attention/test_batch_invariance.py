@@ -6,6 +6,8 @@ The environment variable FLASHTILE_DRAWS sets how many sequences are drawn in ea
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -125,6 +127,43 @@ def test_steps_of_one_query(name: str, few: bool, emulated: EmulatedHopper, monk
     assert not differences(results)
     shared = {"step_weights_kernel", "step_values_kernel"} & set(emulated.launched)
     assert len(shared) == (2 if few and "sinks" not in features else 0)
+
+
+@_needs_emulator
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("queries", [[1, 66, 0, 1, 1], [1, 0, 0, 1, 0]], ids=["mixed", "tokens"])
+def test_packed_tokens(
+    page: int, queries: list[int], emulated: EmulatedHopper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heads of a group are rows of one tile for each packed sequence that has one query."""
+    monkeypatch.setattr(backend, "_FEW_PAIRS", 0)
+    torch.manual_seed(0)
+    dtype, (heads, heads_kv, width), capacity = torch.bfloat16, (4, 2, 64), 320
+    lengths = [300, 70, 0, 129, 5]
+    total = sum(queries) + 3
+    q = torch.randn(total, heads, width, dtype=dtype)
+    k, v = (torch.randn(len(lengths), capacity, heads_kv, width, dtype=dtype) for _ in range(2))
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    arguments: dict[str, Any] = {"causal": True, "return_lse": True, "batch_invariant": True}
+    caches: dict[str, Any] = {"k_cache": k, "v_cache": v}
+    if page:
+        table = torch.randperm(len(lengths) * capacity // page).view(len(lengths), -1).int()
+        shuffled = {name: torch.empty(table.numel(), page, heads_kv, width, dtype=dtype) for name in caches}
+        for name, rows in caches.items():
+            shuffled[name][table.flatten()] = rows.view(table.numel(), page, heads_kv, width)
+        caches = {**shuffled, "block_table": table}
+    out, lse = flashtile.attention_with_kv_cache(
+        q, **caches, cu_seqlens_q=starts, cache_lengths=torch.tensor(lengths, dtype=torch.int32),
+        max_seqlen_q=max(queries), backend="triton", **arguments,
+    )  # fmt: skip
+    assert emulated.launched == ["attention_forward_kernel"] * (1 + (max(queries) > 1))
+    for number, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        if begin == end:
+            continue
+        own = q[None, begin:end], *(rows[number, None, : lengths[number]] for rows in (k, v))
+        expected, expected_lse = flashtile.attention(*own, backend="hopper", **arguments)
+        assert torch.equal(out[begin:end], expected[0]) and torch.equal(lse[:, begin:end], expected_lse[0])
+    assert (out[-3:] == 0).all() and (lse[:, -3:] == -math.inf).all()
 
 
 @pytest.mark.interpreter

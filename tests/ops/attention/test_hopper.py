@@ -1013,7 +1013,7 @@ def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gl", numbers)
     monkeypatch.setattr(backward_tiles, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
     called = ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line", "rotated_start", "_rotated")
-    _call_plainly(monkeypatch, *called, "adding_tiles", "tile_in_order", "locate_tile", "_locate_line")
+    _call_plainly(monkeypatch, *called, "line_in_turn", "adding_tiles", "tile_in_order", "locate_tile", "_locate_line")
 
 
 def _problem(
@@ -1098,7 +1098,7 @@ def test_key_tiles_add_in_one_order(rows, keys, left, right, heads, m, n, monkey
             assert backward_tiles.dq_turn.fn(work, tile, problem, config) == len(adders)
             adders.append(work.first_key // n)
     assert backward_tiles._locate_key_tile.fn(3 * heads * tiles, problem, None, config).first_key < 0
-    assert directions == ({-1, 1} if right is not None and 3 * heads > max(128 // tiles, 1) else {-1})
+    assert directions == ({-1, 1} if right is not None else {-1})
     for tile in range(-(-rows // m)):
         seen = (_visible(query, keys, keys - rows, left, right) for query in range(tile * m, min((tile + 1) * m, rows)))
         needed = {key // n for of_a_query in seen for key in of_a_query}

@@ -43,6 +43,7 @@ from flashtile.ops.attention.hopper.schedule import (
     _lines_at_once,
     _lines_together,
     column_in_order,
+    line_in_turn,
     next_tile_number,
     place_in_order,
     reverses_line,
@@ -65,8 +66,8 @@ class KernelConfig:
     KEYS: keys of a tile. M: queries of a tile. PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time.
     SUM_COLUMNS: columns of dq that are summed at a time. DSCORE_STAGES: places for the `dsᵀ` and `pᵀ` that one
     warpgroup passes on to another. KEY_STAGES: tiles of keys and of values on chip. PERSISTENT: a thread block takes
-    one key tile after another. ORDERED: key tiles add to dq in order. REVERSES_LINES: key tiles of every second group
-    of lines add in the opposite order (`reverses_line`). MASKS: a band or the end of the keys may cut a tile. (A branch
+    one key tile after another. ORDERED: key tiles add to dq in order. REVERSES_LINES: key tiles of every second line
+    add in the opposite order (`reverses_line`). MASKS: a band or the end of the keys may cut a tile. (A branch
     for that, even one that is never taken, keeps ptxas from mixing what is before and behind it.) MASKS_LAST: the tiles
     that it cuts are the last steps of a key tile and have a loop of their own (`schedule`). REVERSES_WALKS:
     some key tiles visit their queries upwards (`reverses_walk`). SHARES_PROGRESS: key tiles begin where others of their
@@ -313,7 +314,8 @@ def _locate_key_tile(number, problem, blocks, config):
     else:
         tile, line = tile_in_order(number, tiles, lines, together, closing, UNEVEN or config.ORDERED)
         if config.REVERSES_LINES:
-            tile = gl.where(reverses_line(line, lines, together) != 0, tile, tiles - 1 - tile)
+            line = line_in_turn(line, lines, together)
+            tile = gl.where(reverses_line(line) != 0, tile, tiles - 1 - tile)
         elif config.ORDERED or config.HAS_RIGHT:
             # The first keys are seen by the most queries. In order, thread blocks wait for smaller numbers only.
             tile = tiles - 1 - tile
@@ -430,8 +432,8 @@ def tile_work(tile, problem, config):
     if config.ROTATES_WALKS:
         first_tile = rotated_start(begin, end, problem.window.left + problem.window.right, config)
     if config.REVERSES_LINES:
-        line, lines, tiles = _locate_line(tile, problem, config)
-        if reverses_line(line, lines, _lines_at_once(tiles)) != 0:
+        line, _, _ = _locate_line(tile, problem, config)
+        if reverses_line(line) != 0:
             first_tile, direction = gl.to_tensor(begin), gl.to_tensor(1)
     if config.TILE_K > 0:
         steps = tile.listed_steps

@@ -11,7 +11,13 @@ import torch
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to
-from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates, rows_in_cache, tile_slice
+from flashtile.ops.attention.hopper.primitives import (
+    HeadRows,
+    coordinates,
+    packed_sequence,
+    rows_in_cache,
+    tile_slice,
+)
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
 from flashtile.ops.common.tiles import box_rows
@@ -29,6 +35,8 @@ class CacheAddresses(NamedTuple):
         k, v: of the caches, where threads load them.
         k_factors, v_factors: of what 8-bit rows are multiplied by.
         tree: of which of the last rows each query sees.
+        token_starts: of where the queries of packed sequences begin, if the rows of a tile are the heads of a group
+            (`Tokens`).
     """
 
     lengths: Any
@@ -42,6 +50,7 @@ class CacheAddresses(NamedTuple):
     k_factors: Any
     v_factors: Any
     tree: Any
+    token_starts: Any
 
 
 class CacheNumbers(NamedTuple):
@@ -58,6 +67,7 @@ class CacheNumbers(NamedTuple):
         k_factors, v_factors: likewise of the factors; without one of rows if all rows of a head share theirs.
         tree, tree_query, tree_columns: from the tree of one sequence to the next, from one query to the next there, and
             how many columns it has.
+        sequences, by_sequence: those of `Tokens`, the latter None or not.
     """
 
     seq_new: Any
@@ -76,6 +86,22 @@ class CacheNumbers(NamedTuple):
     tree: Any
     tree_query: Any
     tree_columns: Any
+    sequences: Any
+    by_sequence: Any
+
+
+class Tokens(NamedTuple):
+    """Packed sequences of one query, whose heads of a group are the rows of a tile.
+
+    Attributes:
+        dtype: of their starts.
+        sequences: how many there are, with those of no query or several.
+        by_sequence: tiles are numbered by sequences, of which others are left out; else by queries.
+    """
+
+    dtype: torch.dtype
+    sequences: int
+    by_sequence: bool
 
 
 #: The kernel's names of 8-bit rows.
@@ -96,7 +122,12 @@ class CachedRows(NamedTuple):
 
     @staticmethod
     def from_call(
-        call: SplitCall, block_n: int, most_left: int, flags: int | None = None, registers: int = 0
+        call: SplitCall,
+        block_n: int,
+        most_left: int,
+        flags: int | None = None,
+        registers: int = 0,
+        tokens: Tokens | None = None,
     ) -> "CachedRows":
         """Describes the cache for a kernel with tiles of so many keys. `most_left`: packed sequences of up to so many
         queries are left to another kernel. `flags`: as in `CacheNumbers`."""
@@ -119,6 +150,7 @@ class CachedRows(NamedTuple):
             v=pointer_to(words, 4 * together),
             **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
             tree=pointer_to(tree),
+            token_starts=pointer_to(None if tokens is None else tokens.dtype),
         )
         of_sequence, of_query, columns = call.tree or (None, None, None)
         numbers = CacheNumbers(
@@ -137,6 +169,8 @@ class CachedRows(NamedTuple):
             tree=int64(of_sequence),
             tree_query=int64(of_query),
             tree_columns=int32(columns),
+            sequences=int32(None if tokens is None else tokens.sequences),
+            by_sequence=int32(1 if tokens is not None and tokens.by_sequence else None),
         )
         loads = 0 if registers else block_n // box_rows(call.page_size, block_n)
         widened = _WIDENED.get(call.cache_dtype, "") if registers else ""
@@ -173,17 +207,28 @@ class KeyTile(NamedTuple):
 def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
     """A tile of queries with the rows that its sequence has in the cache (`CacheAddresses`, `CacheNumbers`) as its
     other length, and their `KeyPlace`.
-    Rows past the last packed sequence see nothing; sequences that are not served here have no rows."""
+    Rows past the last packed sequence see nothing; sequences that are not served here have no rows. Of `Tokens` the
+    result has the query instead of the sequence."""
     sequence = at.sequence
     length = at.length
+    query = sequence
+    somebody = sequence < batch
+    sequences = batch
+    if cache.token_starts is not None:
+        sequences = numbers.sequences
+        if numbers.by_sequence is not None:
+            query, queries = sequence_rows(cache.token_starts, sequence, sequences, 0)
+            length = gl.where(queries == 1, length, 0)
+        else:
+            sequence = packed_sequence(cache.token_starts, query, sequences, scale=1, TILE=1)
+        somebody = sequence < sequences
+        sequence = gl.minimum(sequence, sequences - 1)
     if PACKED:
-        somebody = at.sequence < batch
         sequence = gl.minimum(at.sequence, batch - 1)
         if numbers.least is not None:
             length = gl.where(somebody & (length < numbers.least), 0, length)
     if cache.flags is not None:
-        asked = at.sequence < batch
-        query = sequence
+        asked = somebody
         if PACKED:
             asked &= length > 0
             query = at.begin
@@ -192,10 +237,22 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
     if cache.new_starts is not None:
         _, new = sequence_rows(cache.new_starts, sequence, batch, 0)
     total = rows_in_cache(cache.lengths, sequence, cache.length, new, numbers.capacity)
-    if PACKED:
+    if PACKED or cache.token_starts is not None:
         total = gl.where(somebody, total, 0)
-    located = LocatedTile(at.sequence, at.head, at.first, at.begin, length, 0, total)
-    return located, sequence_place(sequence, cache, numbers, batch)
+    of_tile = at.sequence
+    if cache.token_starts is not None:
+        of_tile = query
+    located = LocatedTile(of_tile, at.head, at.first, at.begin, length, 0, total)
+    return located, sequence_place(sequence, cache, numbers, sequences)
+
+
+@gluon.jit
+def tile_pages(sequence, cache, numbers, batch):
+    """The `KeyPlace` in pages of the keys of a tile, whose `sequence` is a query of `Tokens`."""
+    if cache.token_starts is not None:
+        batch = numbers.sequences
+        sequence = packed_sequence(cache.token_starts, sequence, batch, scale=1, TILE=1)
+    return sequence_pages(sequence, cache, numbers, batch)
 
 
 class Tree(NamedTuple):

@@ -16,7 +16,7 @@ from flashtile._backends.launch import pointer, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
-from flashtile.ops.attention.hopper.cache import CachedRows
+from flashtile.ops.attention.hopper.cache import CachedRows, Tokens
 from flashtile.ops.attention.hopper.cache_rows import AHEAD
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
@@ -73,6 +73,7 @@ def plan_chunks(
     device: torch.device,
     flags: int | None = None,
     by_threads: bool = False,
+    by_sequence: bool = False,
 ) -> CacheForward:
     """Everything that can be decided before the tensors' contents are known.
 
@@ -83,7 +84,9 @@ def plan_chunks(
         flags: the launch is given so many numbers of each query, last before the length, and computes those sequences
             that have another than 0 there; None: all.
         by_threads: threads load the rows, not TMA.
+        by_sequence: only the packed sequences of one query, whose heads of a group are the rows of a tile.
     """
+    starts = call.index_dtypes[4]
     results = shaped_results(call)
     described = describe_over_cache(call, outer, device)
     described.check_sizes()
@@ -93,25 +96,29 @@ def plan_chunks(
     registers = 0
     if by_threads:
         config, registers = _by_threads(config, call)
-    if by_group := _takes_heads_as_rows(call):
+    tokens = None
+    if by_group := by_sequence or (call.shape[1] == 1 and call.cut is not None and call.heads_may_be_rows):
+        tokens = None if starts is None else Tokens(starts, call.shape[0], by_sequence)
         call = _heads_as_rows(call)
         described = describe_over_cache(call, outer, device)
         config = alone_with_stages(config, *described.head_dims)
     tiles = described.tiles(described.rows_q, config.block_m)
     lines = value_parts(described.head_dims[1]) * described.lines
+    if tokens is not None and by_sequence:
+        lines = lines // described.batch * tokens.sequences
     check_programs("q", tiles * lines)
     if config.resident > 1 and tiles * lines <= described.multiprocessors:
         # Each has a multiprocessor for itself. Time for 4 × 64 queries over 16,384 rows, an H100: pages of 16 210 to
         # 171 µs, of 64 193 to 170.
         config = alone_with_stages(config, *described.head_dims)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
-    rows = CachedRows.from_call(call, config.block_n, most_left, flags, registers)
+    rows = CachedRows.from_call(call, config.block_n, most_left, flags, registers, tokens)
     dynamic = tiles * lines > programs
     kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
-    kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
+    kernel = kernel._replace(buffers=dict.fromkeys(("cu_seqlens_k", "token_starts"), "cu_seqlens_q"))
     if by_group:
         kernel = kernel._replace(parameters={**kernel.parameters, **_moved_by_group(described, kernel)})
-    lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
+    lengths, entries, _, table, _, new_starts, tree = call.index_dtypes
     factors = [strides is not None for strides in call.descale_strides]
     optional = {
         "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.row_logits, "lengths": lengths,
@@ -186,24 +193,21 @@ def plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments
     return Segments(kernel, segments, segment, dynamic)
 
 
-def _takes_heads_as_rows(call: SplitCall) -> bool:
-    """Whether the query heads that share keys are rows of one tile: each sequence has one query, at its last row, and
-    nothing depends on the head."""
-    _, seq_q, heads, heads_kv, *_ = call.shape
-    plain = call.window_left is None and not call.slope_dims and not call.row_logits
-    return call.total_q is None and seq_q == 1 and heads > heads_kv and plain and call.cut is not None
-
-
 def _heads_as_rows(call: SplitCall) -> SplitCall:
-    """The call with so many queries of fewer heads. Each sees all keys, behind the same comparison as in a chunk."""
+    """The call of each query by itself, with so many of fewer heads. Each sees all keys, behind the same comparison as
+    in a chunk."""
     batch, _, heads, heads_kv, head_dim, head_dim_v = call.shape
     group = heads // heads_kv
-    (batch_stride, _, head_stride), *others = call.strides
-    strides = (batch_stride, head_stride, group * head_stride), *others
+    (batch_stride, row_stride, head_stride), *others = call.strides
+    token_stride = batch_stride if call.total_q is None else row_stride
+    strides = (token_stride, head_stride, group * head_stride), *others
     right = None if call.window_right is None else max(call.window_right, group - 1)
+    shape = (call.total_q or batch, group, heads_kv, heads_kv, head_dim, head_dim_v)
+    lengths, entries, left, table, _, new_starts, tree = call.index_dtypes
     return call._replace(
-        shape=(batch, group, heads_kv, heads_kv, head_dim, head_dim_v), strides=strides, window_right=right
-    )
+        shape=shape, strides=strides, window_right=right, total_q=None,
+        index_dtypes=(lengths, entries, left, table, None, new_starts, tree),
+    )  # fmt: skip
 
 
 def _moved_by_group(described: Call, kernel: Kernel) -> dict[str, TmaTensor]:

@@ -11,8 +11,8 @@ from flashtile.ops.attention.hopper.cache import (
     load_boxes,
     locate_in_cache,
     sequence_entry,
-    sequence_pages,
     sequence_place,
+    tile_pages,
 )
 from flashtile.ops.attention.hopper.cache_rows import (
     AHEAD,
@@ -137,7 +137,7 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
         keys = tile.seq_k
         seq_q = tile.seq_q if config.PACKED else problem.rows_q
         visited = visited_keys(tile.first, seq_q, keys, keys, problem, config, N)
-        place = sequence_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
+        place = tile_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
         head = HeadRows(tile.sequence, tile.head // problem.group, 0, keys)
         seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
         for done in range(0, visited.end - visited.begin):

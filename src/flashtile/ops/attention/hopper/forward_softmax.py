@@ -590,6 +590,11 @@ def store_statistics(softmax, rows, view, part, problem, output, config):
     else:
         offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
     stored = row < rows.length
+    if config.CACHED:
+        if problem.cache.token_starts is not None:
+            # By heads, of which the rows are some.
+            row = (rows.head * problem.rows_q + row).to(gl.int64) * problem.batch
+            offset = rows.sequence
     if config.VALUE_PARTS > 1:
         stored &= part == 0
     gl.store(output.lse_ptr + offset + row, lse, mask=stored)

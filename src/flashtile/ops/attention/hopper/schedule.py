@@ -302,22 +302,33 @@ def _closing_lines(tiles, group):
 
 @gluon.jit
 def _lines_at_once(tiles):
-    """How many lines have all their key tiles under way at once, at least one."""
-    return gl.maximum(TILES_AT_ONCE // tiles, 1)
+    """How many lines have as many key tiles as are under way at once."""
+    return gl.cdiv(TILES_AT_ONCE, tiles)
 
 
 @gluon.jit
-def reverses_line(line, lines, together):
-    """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on and visit queries upwards.
+def reverses_line(line):
+    """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on and visit queries upwards,
+    which is every second line. With an even number of heads, a head has one direction in every sequence.
 
     Key tiles that start together at their diagonals each follow the one with the next keys, and wait for it. They end
     one after another, and the one with the last keys ends first, so the tiles of the next line start one after another,
     and the longest, with the first keys, starts first. Going down from the last query tile, each of them follows the
-    one with the keys before, and they end together, so lines go up and down in turn, and the last lines go down. If all
-    lines went up, thread blocks would drift apart and end apart. If all went down, those that start together would
-    wait.
+    one with the keys before, and they end together, so lines that are under way together go up and down in turn
+    (`line_in_turn`), and the last lines go down. If all lines went up, thread blocks would drift apart and end apart.
+    If all went down, those that start together would wait.
     """
-    return ((lines - 1) // together - line // together) % 2
+    return line % 2
+
+
+@gluon.jit
+def line_in_turn(place, lines, together):
+    """The line that has a place in the order: `together` lines that are reversed, as many that are not, and so on."""
+    first = place // (2 * together) * (2 * together)
+    here = gl.minimum(2 * together, lines - first)
+    within = place - first
+    reversed_lines = here // 2
+    return first + gl.where(within < reversed_lines, 2 * within + 1, 2 * (within - reversed_lines))
 
 
 @gluon.jit
@@ -653,10 +664,11 @@ def _may_share_progress(call: Call, config: BackwardConfig) -> bool:
 
 
 def _may_reverse_lines(call: Call) -> bool:
-    """Whether every second group of lines may be reversed: not if heads share keys, because a step for each head takes
-    the thread blocks of a line too far apart for the L2 cache."""
+    """Whether every second line may be reversed: not if heads share keys, because a step for each head takes the
+    thread blocks of a line too far apart for the L2 cache. In the batch-invariant mode a head needs one direction in
+    all sequences."""
     spec = call.spec
-    may = spec.deterministic and not spec.batch_invariant
+    may = spec.deterministic and not (spec.batch_invariant and call.heads % 2)
     return may and spec.window_right is not None and spec.block_shape is None
 
 

@@ -133,6 +133,17 @@ class SplitCall(NamedTuple):
         return tuple(name for name, dtype in zip(Sequences._fields, self.index_dtypes) if dtype is not None)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing depends on the head, or on the place of a key before the diagonal."""
+        return self.window_left is None and not self.slope_dims and not self.row_logits
+
+    @property
+    def heads_may_be_rows(self) -> bool:
+        """Whether the query heads that share keys may be rows of one tile, of a sequence with one query."""
+        _, _, heads, heads_kv, *_ = self.shape
+        return heads > heads_kv and self.is_plain
+
+    @property
     def cache_itemsize(self) -> int:
         return (self.cache_dtype or self.dtype).itemsize
 

@@ -153,9 +153,16 @@ def shares_steps(call: SplitCall, multiprocessors: int) -> bool:
     """Whether thread blocks share the keys of a sequence (`steps`), which the forward serves in the batch-invariant
     mode: each has one query at most, there are few, and nothing depends on the head or the place of a key."""
     batch, seq_q, heads, heads_kv, *head_dims = call.shape
-    plain = call.window_left is None and not call.slope_dims and not call.row_logits
     few = (call.total_q or batch) * heads_kv <= _FEW_PAIRS * multiprocessors
-    return seq_q == 1 and plain and few and heads // heads_kv <= _STEP_ROWS and max(head_dims) <= _STEP_WIDEST
+    return seq_q == 1 and call.is_plain and few and heads // heads_kv <= _STEP_ROWS and max(head_dims) <= _STEP_WIDEST
+
+
+def mixes_tokens(call: SplitCall) -> bool:
+    """Whether packed sequences may have one query or several, and those of one have a kernel of their own in the
+    batch-invariant mode."""
+    batch, seq_q, *_ = call.shape
+    may = call.total_q is not None and seq_q > 1 and call.total_q <= (batch - 1) * seq_q + 1
+    return may and call.heads_may_be_rows
 
 
 def loaded_by_threads(call: SplitCall) -> bool:

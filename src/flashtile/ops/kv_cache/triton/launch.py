@@ -39,6 +39,7 @@ from flashtile.ops.kv_cache.hopper.backend import (
     chunks_unsupported_reason,
     latent_unsupported_reason,
     loaded_by_threads,
+    mixes_tokens,
     most_left,
     segment_call,
     segments_unsupported_reason,
@@ -120,7 +121,9 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
         return plan.steps.run(attended, others, length)
     assert plan.chunks is not None
     results = None if plan.split is None else (out, lse)
-    return plan.chunks.run(attended, results, (*others, descale_k, descale_v, tree), length)
+    others = *others, descale_k, descale_v, tree
+    results = plan.chunks.run(attended, results, others, length)
+    return results if plan.tokens is None else plan.tokens.run(attended, results, others, length)
 
 
 def _unowned_results(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -165,6 +168,7 @@ class CachePlan(NamedTuple):
         append: None where nothing is appended. Writes rotated queries, if they are rotated.
         split: None where `latent` or `chunks` serves all sequences.
         chunks: of the sequences with many queries, on Hopper.
+        tokens: of those with one, in the batch-invariant mode.
         steps: of one query of each of a few sequences, on Hopper in the batch-invariant mode.
         prefix: of sequences with shared rows. None where these are a call of their own.
     """
@@ -173,6 +177,7 @@ class CachePlan(NamedTuple):
     split: Pipeline | None
     latent: Pipeline | None = None
     chunks: CacheForward | None = None
+    tokens: CacheForward | None = None
     steps: StepsPlan | None = None
     prefix: PrefixPlan | None = None
 
@@ -291,7 +296,10 @@ def _plan(facts: CacheFacts) -> CachePlan:
             )
         if shares_steps(call, multiprocessors(device)):
             return CachePlan(append, None, steps=plan_steps(call, outer, device))
-        return CachePlan(append, None, chunks=plan_chunks(call, outer, 0, device))
+        if not mixes_tokens(call):
+            return CachePlan(append, None, chunks=plan_chunks(call, outer, 0, device))
+        tokens = plan_chunks(call, outer, 0, device, by_sequence=True)
+        return CachePlan(append, None, chunks=plan_chunks(call, outer, 1, device), tokens=tokens)
     most = most_left(call)
     split = None if facts.sequences is None else split_pipeline(call._replace(most=most, num_splits=1), device)
     by_threads = loaded_by_threads(call)
