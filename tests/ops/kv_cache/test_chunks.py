@@ -161,13 +161,13 @@ _STEP = _CALL._replace(
         _wide(64),
         _CALL._replace(window_left=4095),
         _wide(512),
-        _STEP,
+        _CALL._replace(shape=_STEP.shape, cut=_STEP.cut),
         _wide(128, page_size=1),
         _wide(256, page_size=1),
         _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2),
         _CALL._replace(window_right=None, tree=(0, 64, 64), index_dtypes=(*_CALL.index_dtypes[:6], torch.uint8)),
     ],
-    ids=["64", "128, window", "512", "invariant step", "pages of 1", "256, pages of 1", "8 bits", "tree"],
+    ids=["64", "128, window", "512", "invariant tokens", "pages of 1", "256, pages of 1", "8 bits", "tree"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
