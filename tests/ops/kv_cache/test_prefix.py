@@ -206,7 +206,7 @@ def test_interpreted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_plans()
 
 
-@pytest.mark.parametrize("kernel", ["spread", "prefix", "combine"])
+@pytest.mark.parametrize("kernel", ["spread", "prefix", "attend"])
 def test_machine_code(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
     monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)

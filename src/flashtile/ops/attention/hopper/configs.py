@@ -418,8 +418,13 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
 def alone_with_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
     """One consumer, and as many stages as fit: for few rows and many 16-bit keys. The bits of a row stay."""
     alone = config._replace(consumers=1, in_turn=False, registers=240, max_registers=168, resident=1)
-    cuts = [alone._replace(stages=stages) for stages in range(config.stages, 2 * config.stages + 3)]
-    return next((cut for cut in reversed(cuts) if shared_memory(cut, head_dim, head_dim_v) <= cut.room), alone)
+    return with_all_stages(alone, head_dim, head_dim_v)
+
+
+def with_all_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
+    """As many stages as there is room for, of keys of 16 bits."""
+    cuts = [config._replace(stages=stages) for stages in range(config.stages, 2 * config.stages + 3)]
+    return next((cut for cut in reversed(cuts) if shared_memory(cut, head_dim, head_dim_v) <= cut.room), config)
 
 
 def _shared_memory(

@@ -21,6 +21,7 @@ import triton.language as tl
 from flashtile.ops.common.kernels import swizzles_differ, tanh
 from flashtile.ops.common.split_keys.eight_bits import powers_of_two, split_pairs, widened
 from flashtile.ops.common.split_keys.rows import (
+    load_flags,
     packed_rows,
     sequence_lengths,
     tile_factors,
@@ -36,23 +37,23 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
-    sequences, slopes_ptr, sinks_ptr, descales, length,
+    sequences, slopes_ptr, sinks_ptr, descales, prefix, length,
     q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, table_strides,
-    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, window, scale, softcap,
+    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, segments, window, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k, v and their
-    factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
+    """`sequences`: `Sequences`. `descales`: `Descales`. `prefix`: `Prefix`. `q_strides`: `RowStrides`, of k, v and
+    their factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
     `TableStrides`. `window`: a `Window`. `length`: of all sequences, where no tensor has them. `most`: queries of a
     packed sequence that is served; None: any number. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head in one
     product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q, heads_q,
     head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
     `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
-    scale is positive then. `PAIRS`: values of 8 bits are loaded two columns at a time, as numbers of 16 bits; a name of
-    `split_pairs`, or None."""
+    scale is positive then. `PAIRS`: values of 8 bits are loaded two columns at a time, as numbers of 16 bits. `PTX`:
+    NVIDIA's instructions may be used by name."""
     program = tl.program_id(0)
     if sequences.starts is None:
         first_token = 0
@@ -166,29 +167,39 @@ def attend_kernel(
         k_strides=k_strides, v_strides=v_strides, k_factor_strides=k_descale_strides,
         v_factor_strides=v_descale_strides,
         PAGE_SIZE=PAGE_SIZE, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, CHUNK=CHUNK, PRECISION=PRECISION, AS_FORWARD=AS_FORWARD, PAIRS=PAIRS,
+        BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, CHUNK=CHUNK, PRECISION=PRECISION, AS_FORWARD=AS_FORWARD, PAIRS=PAIRS, PTX=PTX,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
-    nothing = row_sum == 0.0
     if (descales.v is not None) and (v_descale_strides.row is None):
         acc *= tl.load(v_factors)
-    acc *= (1.0 / tl.where(nothing, 1.0, row_sum))[:, None]
-    lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))
-    written = there
     # Results of a packed call are those of one long sequence.
     place = sequence.to(tl.int64)
     places, length_of_lse = batch, seq_q
     if sequences.starts is not None:
         place, places, length_of_lse = place * 0, 1, total_q
+    token = first_token + query
+    written = there
+    if prefix.out is not None:
+        queries = places * length_of_lse
+        of_prefix = ((head_kv * queries + place * length_of_lse + token) * GROUP + row % GROUP).to(tl.int64)
+        if sequences.starts is not None:
+            segments = tl.where(nobody, 0, segments)
+        acc, row_max, row_sum = add_prefix(
+            (acc, row_max, row_sum), prefix, of_prefix, there, split, segments, splits, queries * heads_kv * GROUP,
+            HEAD_DIM_V, BLOCK_E,
+        )  # fmt: skip
+    nothing = row_sum == 0.0
+    acc *= (1.0 / tl.where(nothing, 1.0, row_sum))[:, None]
+    lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))
     if PARTIAL:
         # Where the lse is -inf, nobody reads the rest of a part.
-        written = there & ((tiles > 0) | (split == 0))
+        if prefix.out is None:
+            written = there & ((tiles > 0) | (split == 0))
         place += split.to(tl.int64) * places
     else:
         lse *= LN_2
     heads = heads_kv * GROUP
-    token = first_token + query
     tl.store(lse_ptr + (place * heads + head) * length_of_lse + token, lse, mask=there)
     column = tl.arange(0, BLOCK_E)[None, :]
     out_rows = out_ptr + ((place * length_of_lse + token) * heads + head) * HEAD_DIM_V
@@ -265,7 +276,7 @@ def visit_tiles(
     queries, k, v, table, visible, window, scoring, k_strides, v_strides, k_factor_strides, v_factor_strides,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
 
@@ -281,8 +292,8 @@ def visit_tiles(
     EIGHT_BITS: tl.constexpr = k.base.dtype.element_ty.primitive_bitwidth == 8
     PRECISE: tl.constexpr = queries.rows.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.float16 if EIGHT_BITS and not PRECISE else queries.rows.dtype.element_ty
-    COLUMNS: tl.constexpr = BLOCK_E // 2 if PAIRS is not None else BLOCK_E
-    WIDTH: tl.constexpr = HEAD_DIM_V // 2 if PAIRS is not None else HEAD_DIM_V
+    COLUMNS: tl.constexpr = BLOCK_E // 2 if PAIRS else BLOCK_E
+    WIDTH: tl.constexpr = HEAD_DIM_V // 2 if PAIRS else HEAD_DIM_V
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -315,7 +326,7 @@ def visit_tiles(
         v_rows = tile_pointers(v.base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
         if not CHUNK:
             k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
-        if PAIRS is not None:
+        if PAIRS:
             v_rows = v_rows.to(tl.pointer_type(tl.uint16))
         if V_WITH_K:
             v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < WIDTH), other=0.0)  # [N, E]
@@ -356,7 +367,7 @@ def visit_tiles(
             if visible.tree_rows is not None:
                 last = (key - visible.shift)[None, :]
                 in_tree = valid[None, :] & (last >= 0) & (last < visible.tree_columns)
-                in_branch = tl.load(visible.tree_rows[:, None] + last, mask=queries.there[:, None] & in_tree, other=1)
+                in_branch = load_flags(visible.tree_rows[:, None] + last, queries.there[:, None] & in_tree, PTX)
                 shown &= (in_branch != 0) & (last < visible.tree_columns)
             scores = tl.where(shown, scores, float("-inf"))
         tile_max = tl.max(scores, 1)
@@ -382,11 +393,11 @@ def visit_tiles(
         if not V_WITH_K:
             v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < WIDTH), other=0.0)
         weights = probs.to(DTYPE)
-        if PAIRS is not None:
-            v_tile, odd = split_pairs(v_tile, v.base.dtype.element_ty, PAIRS)
+        if PAIRS:
+            v_tile, odd = split_pairs(v_tile, v.base.dtype.element_ty, PTX)
             acc_odd = tl.dot(weights, widened(odd, DTYPE), acc_odd * alpha[:, None], input_precision=PRECISION)
         acc = tl.dot(weights, widened(v_tile, DTYPE), acc * alpha[:, None], input_precision=PRECISION)
-    if PAIRS is not None:
+    if PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_E))
     if (v.factors is not None) and (v_factor_strides.row is not None):
         acc *= largest
@@ -433,94 +444,76 @@ def products_by_chunks(
 
 
 class Prefix(NamedTuple):
-    """Pointers to the results of segments of a common prefix, by the forward of attention, which join those of splits;
-    None without.
+    """The results of segments of a common prefix, by the forward of attention, which join those of a split; None
+    without.
 
     Attributes:
-        out: `[segments, heads_kv, queries · group, head_dim_v]`, the heads of a group one after another.
-        lse: `[segments, heads_kv, queries · group]`, natural logarithm.
-        starts: of packed queries, as in `rows.Sequences`: those past the last sequence see nothing.
+        out: pointer to `[segments, heads_kv, queries · group, head_dim_v]`, the heads of a group one after another.
+        lse: pointer to `[segments, heads_kv, queries · group]`, natural logarithm.
     """
 
     out: Any
     lse: Any
-    starts: Any
 
 
-class PrefixSizes(NamedTuple):
-    """Segments of a prefix, query heads of a key/value head, and packed sequences; None for what a call does not
-    have."""
-
-    segments: Any
-    group: Any
-    batch: Any
-
-
-class Parts(NamedTuple):
-    """Where one row has its parts: pointers to out `[count, rows, head_dim_v]` and lse `[count, rows]` of all rows, its
-    places there, and how many parts it has."""
-
-    out: Any
-    lse: Any
-    row: Any
-    statistic: Any
-    count: Any
+@triton.jit
+def add_prefix(
+    merged, prefix, place, there, first, segments, step, size, HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr
+):  # fmt: skip
+    """Adds every `step`-th segment from `first` on to acc `[M, E]`, row_max and row_sum `[M]`. `place`: that of each
+    row `[M]` in a segment, which has `size` rows."""
+    acc, row_max, row_sum = merged
+    column = tl.arange(0, BLOCK_E)[None, :]
+    shown = there[:, None] & (column < HEAD_DIM_V)
+    prefix_acc = tl.zeros((there.shape[0], BLOCK_E), tl.float32)
+    prefix_max = tl.full((there.shape[0],), float("-inf"), tl.float32)
+    prefix_sum = tl.zeros((there.shape[0],), tl.float32)
+    for segment in tl.range(first, segments, step, loop_unroll_factor=4):
+        at = tl.cast(segment, tl.int64) * size + place
+        lse = tl.load(prefix.lse + at, mask=there, other=0.0) * LOG2_E
+        part = tl.load(prefix.out + at[:, None] * HEAD_DIM_V + column, mask=shown, other=0.0)
+        new_max = tl.maximum(prefix_max, lse)
+        alpha, weight = tl.exp2(prefix_max - new_max), tl.exp2(lse - new_max)
+        prefix_acc = prefix_acc * alpha[:, None] + part * weight[:, None]
+        prefix_sum = prefix_sum * alpha + weight
+        prefix_max = new_max
+    new_max = tl.maximum(row_max, prefix_max)
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha, weight = tl.exp2(row_max - finite_max), tl.exp2(prefix_max - finite_max)
+    return acc * alpha[:, None] + prefix_acc * weight[:, None], new_max, row_sum * alpha + prefix_sum * weight
 
 
 @triton.jit
 def combine_kernel(
-    parts_ptr, parts_lse_ptr, prefix, out_ptr, lse_ptr, rows, heads, seq_q, prefix_sizes, splits,
+    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
     HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.
 
-    `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`. `prefix`: a
-    `Prefix`, `prefix_sizes`: `PrefixSizes`.
+    `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`.
     """
     row = tl.program_id(0)
     query, head = row // heads, row % heads
     statistic = (query // seq_q * heads + head) * seq_q + query % seq_q
-    own = Parts(parts_ptr, parts_lse_ptr, row, statistic, splits)
-    merged = tl.zeros((BLOCK_E,), tl.float32), -float("inf"), 0.0
-    merged = add_parts(merged, own, rows, HEAD_DIM_V, BLOCK_E, BLOCK_S, UNIT=1.0)
-    if prefix.out is not None:
-        segments, group = prefix_sizes.segments, prefix_sizes.group
-        if prefix.starts is not None:
-            segments = tl.where(query < tl.load(prefix.starts + prefix_sizes.batch), segments, 0)
-        place = (head // group * (rows // heads) + query) * group + head % group
-        of_prefix = Parts(prefix.out, prefix.lse, place, place, segments)
-        merged = add_parts(merged, of_prefix, rows, HEAD_DIM_V, BLOCK_E, BLOCK_S, UNIT=LOG2_E)
-    acc, row_max, row_sum = merged
-    nothing = row_sum == 0.0
-    divisor = tl.where(nothing, 1.0, row_sum)
-    tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
     column = tl.arange(0, BLOCK_E)
-    out = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)
-
-
-@triton.jit
-def add_parts(
-    merged, parts, rows, HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, UNIT: tl.constexpr
-):  # fmt: skip
-    """Adds `Parts` of a row to acc, row_max and row_sum of those before. An lse times UNIT is in units of log2."""
-    acc, row_max, row_sum = merged
-    column = tl.arange(0, BLOCK_E)[None, :]
-    for first in range(0, parts.count, BLOCK_S):
+    acc, row_max, row_sum = tl.zeros((BLOCK_E,), tl.float32), -float("inf"), 0.0
+    for first in range(0, splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
-        there = split < parts.count
-        lse = tl.load(parts.lse + split.to(tl.int64) * rows + parts.statistic, mask=there, other=-float("inf"))
-        if UNIT != 1.0:
-            lse *= UNIT
+        there = split < splits
+        lse = tl.load(parts_lse_ptr + split.to(tl.int64) * rows + statistic, mask=there, other=-float("inf"))
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         weight = tl.exp2(lse - finite_max)  # [S]
         alpha = tl.exp2(row_max - finite_max)
-        places = (split.to(tl.int64) * rows + parts.row)[:, None] * HEAD_DIM_V + column
-        part = tl.load(parts.out + places, mask=there[:, None] & (column < HEAD_DIM_V), other=0.0)  # [S, E]
+        places = (split.to(tl.int64) * rows + row)[:, None] * HEAD_DIM_V + column[None, :]
+        part = tl.load(parts_ptr + places, mask=there[:, None] & (column < HEAD_DIM_V)[None, :], other=0.0)  # [S, E]
         # A part without a key was never written. It is read all the same, so that parts need not wait for their lse.
         part = tl.where((lse == -float("inf"))[:, None], 0.0, part)
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)
         row_sum = row_sum * alpha + tl.sum(weight, 0)
         row_max = new_max
-    return acc, row_max, row_sum
+    nothing = row_sum == 0.0
+    divisor = tl.where(nothing, 1.0, row_sum)
+    tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
+    out = (acc / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)

@@ -19,10 +19,10 @@ def widened(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def split_pairs(pairs, DTYPE: tl.constexpr, HOW: tl.constexpr):
-    """The first and the second of two numbers of 8 bits that were loaded together as a uint16: "prmt" by NVIDIA's
-    instruction for that, which the compiler does not find, else "shift"."""
-    if HOW == "prmt":
+def split_pairs(pairs, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """The first and the second of two numbers of 8 bits that were loaded together as a uint16. NVIDIA has an
+    instruction for that, which the compiler does not find."""
+    if PTX:
         first, second = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=r,=r,r,r", [pairs],
             dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,

@@ -24,7 +24,7 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
-from flashtile.ops.common.split_keys.attend import Prefix, PrefixSizes, attend_kernel, combine_kernel
+from flashtile.ops.common.split_keys.attend import Prefix, attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
     TileKey,
@@ -167,9 +167,9 @@ def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
     return Pipeline(device, kernels, given, outputs)
 
 
-def _attending(call: SplitCall, device: torch.device, partial: bool = False) -> tuple[tuple[str, ...], Kernel, int]:
-    """The inputs of the pipeline of a call, the kernel that attends, and its splits. `partial`: it writes parts also
-    where there is one."""
+def _attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple[tuple[str, ...], Kernel, int]:
+    """The inputs of the pipeline of a call, the kernel that attends, and its splits. `segments`: of a prefix, whose
+    results it adds."""
     facts = device_facts(device)
     _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     # Where sequences with many queries are left to others, most of the rest have one.
@@ -191,7 +191,7 @@ def _attending(call: SplitCall, device: torch.device, partial: bool = False) -> 
     factors = (name for name, of in zip("kv", call.descale_strides) if of is not None)
     by_head = ["slopes"] * bool(call.slope_dims) + ["sinks"] * call.row_logits
     given = ("q", "k_cache", "v_cache", *call.indices, *by_head, *factors, "length")
-    return given, _attend_kernel(call, tiles, splits, programs, facts, partial or splits > 1), splits
+    return given, _attend_kernel(call, tiles, splits, programs, facts, segments), splits
 
 
 class Segments(NamedTuple):
@@ -229,15 +229,9 @@ class SharedPrefix(NamedTuple):
 def pipeline_behind_prefix(call: SplitCall, prefix: SharedPrefix, device: torch.device) -> Pipeline:
     """As `split_pipeline`, of a call whose rows from "left" on are those behind a common prefix. It is given what that
     is given but "left", and before the length what the prefix takes."""
-    of_call, attend, splits = _attending(call, device, partial=True)
+    of_call, attend, splits = _attending(call, device, prefix.segments)
     *given, last = (name for name in of_call if name != "left")
-    kernels = {
-        **prefix.kernels,
-        "attend": attend,
-        "combine": _combine_kernel(call, splits, device_facts(device), prefix.segments),
-    }
-    outputs: dict[str, Layout | None] = dict(zip(("out", "lse"), shaped_results(call)))
-    outputs |= dict(zip(("parts", "parts_lse"), shaped_results(call, (splits,), torch.float32)))
+    kernels, outputs = with_combining(call, {**prefix.kernels, "attend": attend}, splits, device)
     return Pipeline(device, kernels, (*given, *prefix.given, last), {**outputs, **prefix.left})
 
 
@@ -272,9 +266,10 @@ def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
 
 
 def _attend_kernel(
-    call: SplitCall, tiles: AttendTiles, splits: int, programs: int, facts: DeviceFacts, partial: bool
+    call: SplitCall, tiles: AttendTiles, splits: int, programs: int, facts: DeviceFacts, segments: int
 ) -> Kernel:
-    """`partial`: it writes the parts of splits, not the results."""
+    """`segments`: of a prefix, whose results it adds."""
+    partial = splits > 1
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     packed = call.total_q is not None
     q_strides, k_strides, v_strides = call.strides
@@ -293,9 +288,7 @@ def _attend_kernel(
         widths, precision = call.cut.widths, call.cut.precision
     statistic = pointer_to(torch.float32)
     even = head_dim_v % 2 == 0 and min(pointers, multiple) >= 2
-    pairs = None
-    if call.cache_itemsize == 1 and even and widths[1] >= 32:
-        pairs = "prmt" if facts.is_cuda and not interpreting() else "shift"
+    pairs = call.cache_itemsize == 1 and even and widths[1] >= 32
     parameters = {
         "q_ptr": pointer_to(call.dtype, pointers),
         **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), pointer_to(call.cache_dtype or call.dtype, pointers)),
@@ -305,6 +298,7 @@ def _attend_kernel(
         "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
         "sinks_ptr": pointer_to(torch.float32 if call.row_logits else None),
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
+        "prefix": Prefix(*(pointer_to(of if segments else None, 16) for of in (call.dtype, torch.float32))),
         "length": Parameter("i32", 1, GIVEN),
         "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),
         "k_strides": _cache_strides(k_strides, multiple, call),
@@ -326,6 +320,7 @@ def _attend_kernel(
         "seq_new": int32(call.seq_new if call.index_dtypes[5] is None else None),
         "capacity": int32(call.capacity),
         "splits": int32(splits),
+        "segments": int32(segments or None),
         "window": Window(*map(int32, (*window, call.diagonal, call.slope_diagonal))),
         "scale": float32(call.scale),
         "softcap": float32(call.softcap or None),
@@ -342,8 +337,9 @@ def _attend_kernel(
         "PRECISION": precision,
         "AS_FORWARD": call.cut is not None,
         "PAIRS": pairs,
+        "PTX": facts.is_cuda and not interpreting(),
     }
-    buffers = PARTIAL_RESULTS if partial else {}
+    buffers = {**(PARTIAL_RESULTS if partial else {}), "out": "prefix_out", "lse": "prefix_lse"}
     return Kernel(attend_kernel, parameters, constants, programs, buffers, tiles.num_warps, tiles.num_stages)
 
 
@@ -361,32 +357,23 @@ def factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
-def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts, segments: int = 0) -> Kernel:
-    """The kernel that puts the parts of so many splits together, and results of segments of a prefix."""
-    batch, seq_q, heads, heads_kv, _, head_dim_v = call.shape
-    starts = call.index_dtypes[4] if segments else None
-    prefix = Prefix(
-        pointer_to(call.dtype if segments else None, 16), pointer_to(torch.float32 if segments else None, 16),
-        pointer_to(starts),
-    )  # fmt: skip
-    sizes = segments or None, heads // heads_kv if segments else None, None if starts is None else batch
+def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts) -> Kernel:
+    """The kernel that puts the parts of so many splits together."""
+    batch, seq_q, heads, _, _, head_dim_v = call.shape
     if call.total_q is not None:
         batch, seq_q = 1, call.total_q
-    cut = combine_cut(max(splits, segments), head_dim_v, facts)
+    cut = combine_cut(splits, head_dim_v, facts)
     rows = batch * seq_q * heads
     parameters = {
         **dict.fromkeys(("parts_ptr", "parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
-        "prefix": prefix,
         "out_ptr": pointer_to(call.dtype, 16),
         "rows": int32(rows),
         "heads": int32(heads),
         "seq_q": int32(seq_q),
-        "prefix_sizes": PrefixSizes(*map(int32, sizes)),
         "splits": int32(splits),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **named_constants(cut)}
-    buffers = {"out": "prefix_out", "lse": "prefix_lse"}
-    return Kernel(combine_kernel, parameters, constants, rows, buffers, num_warps=cut.num_warps, num_stages=2)
+    return Kernel(combine_kernel, parameters, constants, rows, num_warps=cut.num_warps, num_stages=2)
 
 
 def shaped_results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:

@@ -167,3 +167,17 @@ def tile_factors(base, page, start, strides, valid, PAGE_SIZE: tl.constexpr, BLO
     """Factors `[1, N]` of the rows from `start` on, in products with them. `strides`: `CacheStrides` of the factors."""
     pointers = tile_pointers(base, page, start, strides, PAGE_SIZE, BLOCK_N)
     return tl.trans(tl.load(pointers, mask=valid[:, None], other=0.0))
+
+
+@triton.jit
+def load_flags(pointers, there, PTX: tl.constexpr):
+    """Bytes `[M, N]`, and 1 where none is `there`. What `tl.load` loads has a layout of its own, which Triton gives the
+    scores that it masks too, in all tiles: products of Hopper then wait for one another."""
+    if PTX:
+        flags = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 1; @p ld.global.u8 $0, [$1]; }", "=r,l,r",
+            [pointers, there.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        flags = tl.load(pointers, mask=there, other=1).to(tl.int32)
+    return flags

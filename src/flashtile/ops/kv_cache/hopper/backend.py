@@ -115,10 +115,9 @@ def segment_call(call: SplitCall, shared: int) -> SplitCall:
     )  # fmt: skip
 
 
-def segments_unsupported_reason(call: SplitCall, shared: int, device: DeviceFacts) -> str | None:
+def segments_unsupported_reason(call: SplitCall, of_prefix: SplitCall, device: DeviceFacts) -> str | None:
     """Why the forward of attention does not serve the prefix that the sequences of a call have in common; None where it
-    does."""
-    of_prefix = segment_call(call, shared)
+    does. `of_prefix`: of `segment_call`."""
     return (
         _lacked_by_forward(of_prefix, device)
         or _first_reason(

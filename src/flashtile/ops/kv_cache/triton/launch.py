@@ -308,12 +308,12 @@ def _plan(facts: CacheFacts) -> CachePlan:
 
 def _plan_behind_prefix(facts: CacheFacts, call: SplitCall) -> CachePlan:
     """`call`: that of the rows behind the prefix."""
-    device, shared = facts.device, facts.spec.shared_rows
-    if segments_unsupported_reason(call, shared, device_facts(device)):
+    device = facts.device
+    of_prefix = segment_call(call, facts.spec.shared_rows)
+    if segments_unsupported_reason(call, of_prefix, device_facts(device)):
         return CachePlan(None, None)
     from flashtile.ops.attention.hopper.cache_launch import PrefixPlan, plan_segments
 
-    of_prefix = segment_call(call, shared)
     forward = plan_segments(of_prefix, facts.k_cache.shape[0], device)
     append = _append(facts) if facts.new else None
     pipeline = plan_behind_prefix(call, of_prefix, forward, device)
