@@ -18,7 +18,16 @@ from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, reside
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import launch as plan
 from support.compilation.checked_code import check_code
-from support.compilation.machine_code import Binary, call_on, check_fit, family, once_for_each_family, registers, sass
+from support.compilation.machine_code import (
+    Binary,
+    call_on,
+    check_fit,
+    check_products,
+    family,
+    once_for_each_family,
+    registers,
+    sass,
+)
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -207,6 +216,11 @@ def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | No
 
 def _check_products(binary: Binary) -> None:
     assert "GMMA" in sass(binary)
+
+
+@pytest.mark.parametrize("name", ["chunk_of_64", "tree"])
+def test_products_do_not_wait_for_one_another(name: str) -> None:
+    check_code(plan_of(_CALLS[name]).split.plans["attend"].source, "sm_90", check_products)
 
 
 @pytest.mark.parametrize("name", ["decode", "decode_paged_16", "chunk_of_64"])

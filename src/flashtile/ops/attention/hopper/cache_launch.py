@@ -27,6 +27,7 @@ from flashtile.ops.attention.hopper.configs import (
     shared_memory,
     value_chunks,
     value_parts,
+    with_all_stages,
 )
 from flashtile.ops.attention.hopper.forward import forward_kernel
 from flashtile.ops.attention.hopper.launch import tile_counter
@@ -155,8 +156,9 @@ def plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments
     _, rows, heads, _, head_dim, head_dim_v = call.shape
     many = describe_over_cache(call._replace(shape=(MAX_SPLITS, *call.shape[1:])), outer, device)
     config = forward_config(many)
-    if rows <= CONSUMER_ROWS:
-        config = alone_with_stages(config, head_dim, head_dim_v)
+    # Keys are long, and come from far. Time for 256 rows of 8 heads of 128, 32,768 keys in pages of 16, an H200: three
+    # stages of keys instead of two 56.1 to 50.2 µs.
+    config = (alone_with_stages if rows <= CONSUMER_ROWS else with_all_stages)(config, head_dim, head_dim_v)
     key_tiles = -(-call.capacity // config.block_n)
     lines = value_parts(head_dim_v) * heads
     slots = config.resident * many.multiprocessors
