@@ -34,27 +34,54 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+class ByHead(NamedTuple):
+    """Pointers to the slopes of ALiBi and to the logits of sinks; None for what a call does not have."""
+
+    slopes: Any
+    sinks: Any
+
+
+class Prefix(NamedTuple):
+    """The results of segments of a common prefix, by the forward of attention, which join those of a split; None
+    without.
+
+    Attributes:
+        out: pointer to `[segments, heads_kv, queries · group, head_dim_v]`, the heads of a group one after another.
+        lse: pointer to `[segments, heads_kv, queries · group]`, natural logarithm.
+    """
+
+    out: Any
+    lse: Any
+
+
+class Parts(NamedTuple):
+    """Into how many splits the keys of a sequence are divided, and segments of a common prefix, None without."""
+
+    splits: Any
+    segments: Any
+
+
 @triton.jit
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
-    sequences, slopes_ptr, sinks_ptr, descales, prefix, length,
-    q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, table_strides,
-    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, segments, window, scale, softcap,
+    sequences, by_head, descales, prefix, length,
+    q_strides, k_strides, v_strides, descale_strides, table_strides,
+    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, parts, window, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """`sequences`: `Sequences`. `descales`: `Descales`. `prefix`: `Prefix`. `q_strides`: `RowStrides`, of k, v and
-    their factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
+    """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k and v `CacheStrides`, and of
+    their factors `Descales` of these, without `row` where all rows of a head share one. `table_strides`:
     `TableStrides`. `window`: a `Window`. `length`: of all sequences, where no tensor has them. `most`: queries of a
     packed sequence that is served; None: any number. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head in one
     product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q, heads_q,
-    head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
-    Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
-    `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
-    scale is positive then. `PAIRS`: values of 8 bits are loaded two columns at a time, as numbers of 16 bits. `PTX`:
-    NVIDIA's instructions may be used by name."""
+    head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves. Of packed queries
+    out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`. `AS_FORWARD`: in
+    the operations of attention's forward kernel, for the same bits; the scale is positive then. `PAIRS`: values of 8
+    bits are loaded two columns at a time, as numbers of 16 bits. `PTX`: NVIDIA's instructions may be used by name."""
     program = tl.program_id(0)
+    splits = parts.splits
     if sequences.starts is None:
         first_token = 0
         tiles_of_rows = tl.cdiv(seq_q * GROUP, BLOCK_M)
@@ -117,13 +144,13 @@ def attend_kernel(
         if sequences.starts is None:
             tree_rows += sequence.to(tl.int64) * table_strides.tree
     slope = None
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * table_strides.slopes + head, mask=there, other=0.0)
+    if by_head.slopes is not None:
+        slope = tl.load(by_head.slopes + sequence * table_strides.slopes + head, mask=there, other=0.0)
         if not AS_FORWARD:
             slope *= LOG2_E
     sink = None
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
+    if by_head.sinks is not None:
+        sink = tl.load(by_head.sinks + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
         if sequences.starts is not None:
             sink = tl.where(nobody, float("-inf"), sink)
     q_rows = q_ptr + (first_token + query).to(tl.int64) * q_strides.row
@@ -142,16 +169,16 @@ def attend_kernel(
 
     k_factors = None
     if descales.k is not None:
-        k_factors = descales.k + head_kv.to(tl.int64) * k_descale_strides.head
-        if k_descale_strides.row is None:
+        k_factors = descales.k + head_kv.to(tl.int64) * descale_strides.k.head
+        if descale_strides.k.row is None:
             scale *= tl.load(k_factors)
         else:
-            k_factors += tl.cast(outer, tl.int64) * k_descale_strides.outer
+            k_factors += tl.cast(outer, tl.int64) * descale_strides.k.outer
     v_factors = None
     if descales.v is not None:
-        v_factors = descales.v + head_kv.to(tl.int64) * v_descale_strides.head
-        if v_descale_strides.row is not None:
-            v_factors += tl.cast(outer, tl.int64) * v_descale_strides.outer
+        v_factors = descales.v + head_kv.to(tl.int64) * descale_strides.v.head
+        if descale_strides.v.row is not None:
+            v_factors += tl.cast(outer, tl.int64) * descale_strides.v.outer
 
     acc, row_max, row_sum = visit_tiles(
         Queries(rows=q_rows, there=there, number=query),
@@ -164,14 +191,14 @@ def attend_kernel(
         ),
         window,
         Scoring(scale=scale, softcap=softcap, slope=slope, sink=sink),
-        k_strides=k_strides, v_strides=v_strides, k_factor_strides=k_descale_strides,
-        v_factor_strides=v_descale_strides,
+        k_strides=k_strides, v_strides=v_strides, k_factor_strides=descale_strides.k,
+        v_factor_strides=descale_strides.v,
         PAGE_SIZE=PAGE_SIZE, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, CHUNK=CHUNK, PRECISION=PRECISION, AS_FORWARD=AS_FORWARD, PAIRS=PAIRS, PTX=PTX,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
-    if (descales.v is not None) and (v_descale_strides.row is None):
+    if (descales.v is not None) and (descale_strides.v.row is None):
         acc *= tl.load(v_factors)
     # Results of a packed call are those of one long sequence.
     place = sequence.to(tl.int64)
@@ -183,11 +210,12 @@ def attend_kernel(
     if prefix.out is not None:
         queries = places * length_of_lse
         of_prefix = ((head_kv * queries + place * length_of_lse + token) * GROUP + row % GROUP).to(tl.int64)
+        segments = parts.segments
         if sequences.starts is not None:
             segments = tl.where(nobody, 0, segments)
         acc, row_max, row_sum = add_prefix(
-            (acc, row_max, row_sum), prefix, of_prefix, there, split, segments, splits, queries * heads_kv * GROUP,
-            HEAD_DIM_V, BLOCK_E,
+            (acc, row_max, row_sum), prefix, of_prefix, there, split, segments, splits,
+            size=queries * heads_kv * GROUP, HEAD_DIM_V=HEAD_DIM_V, BLOCK_E=BLOCK_E,
         )  # fmt: skip
     nothing = row_sum == 0.0
     acc *= (1.0 / tl.where(nothing, 1.0, row_sum))[:, None]
@@ -441,19 +469,6 @@ def products_by_chunks(
         k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)
         products = tl.dot(q_chunk, tl.trans(widened(k_chunk, q_chunk.dtype)), products, input_precision=PRECISION)
     return products
-
-
-class Prefix(NamedTuple):
-    """The results of segments of a common prefix, by the forward of attention, which join those of a split; None
-    without.
-
-    Attributes:
-        out: pointer to `[segments, heads_kv, queries · group, head_dim_v]`, the heads of a group one after another.
-        lse: pointer to `[segments, heads_kv, queries · group]`, natural logarithm.
-    """
-
-    out: Any
-    lse: Any
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
-from flashtile.ops.common.split_keys.attend import Prefix, attend_kernel, combine_kernel
+from flashtile.ops.common.split_keys.attend import ByHead, Parts, Prefix, attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
     TileKey,
@@ -295,16 +295,16 @@ def _attend_kernel(
         "out_ptr": pointer_to(torch.float32 if partial else call.dtype, 16),
         "lse_ptr": statistic,
         "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
-        "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
-        "sinks_ptr": pointer_to(torch.float32 if call.row_logits else None),
+        "by_head": ByHead(
+            *(pointer_to(torch.float32 if there else None) for there in (call.slope_dims, call.row_logits))
+        ),
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
         "prefix": Prefix(*(pointer_to(of if segments else None, 16) for of in (call.dtype, torch.float32))),
         "length": Parameter("i32", 1, GIVEN),
         "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),
         "k_strides": _cache_strides(k_strides, multiple, call),
         "v_strides": _cache_strides(v_strides, multiple, call),
-        "k_descale_strides": factor_strides(call.descale_strides[0]),
-        "v_descale_strides": factor_strides(call.descale_strides[1]),
+        "descale_strides": Descales(*map(factor_strides, call.descale_strides)),
         "table_strides": TableStrides(
             int64(call.stride_table),
             int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
@@ -319,8 +319,7 @@ def _attend_kernel(
         "total_q": int32(call.total_q),
         "seq_new": int32(call.seq_new if call.index_dtypes[5] is None else None),
         "capacity": int32(call.capacity),
-        "splits": int32(splits),
-        "segments": int32(segments or None),
+        "parts": Parts(int32(splits), int32(segments or None)),
         "window": Window(*map(int32, (*window, call.diagonal, call.slope_diagonal))),
         "scale": float32(call.scale),
         "softcap": float32(call.softcap or None),

@@ -60,7 +60,7 @@ class CacheStrides(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """Pointers to the factors of k and v of 8 bits, float32; None for 1."""
+    """Pointers to the factors of k and v of 8 bits, float32, None for 1; or where they lie."""
 
     k: Any
     v: Any
