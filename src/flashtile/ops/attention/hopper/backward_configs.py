@@ -413,10 +413,10 @@ def dq_epilogue(config: BackwardConfig, call: Call) -> DqEpilogue:
     stores = config._replace(sums_by_tma=True)
     if backward_shared_memory(stores, call) > SHARED_MEMORY:
         stores = config
-    if call.spec.batch_invariant:
-        return DqEpilogue(config, single=False, whole=False)
     single = _has_single_key_tile(call, stores)
-    whole = not (single or call.bounded) and _takes_whole_lines(call, stores)
+    # A sum that is kept is rounded in another way than one that key tiles add to.
+    may = not (single or call.bounded or call.spec.batch_invariant)
+    whole = may and _takes_whole_lines(call, stores)
     return DqEpilogue(stores if single or whole else config, single, whole)
 
 

@@ -558,14 +558,16 @@ def choose_loops(call: Call, schedule: BackwardSchedule, group: int) -> Loops:
     may_end = call.bounded or call.rows_k % config.block_n != 0
     # If statistics are operands, the product that takes lse off hides the keys past the end.
     loops = loops._replace(MASKS=spec.banded or (may_end and not config.statistics_multiplied))
+    reverses_lines = group == 1 and _may_reverse_lines(call)
     if loops.SINGLE_KEY_TILE:
-        # No key tile comes after another that its walk could meet.
-        return loops._replace(MASKS_LAST=loops.MASKS and _may_mask_last(call, config))
+        # No key tile comes after another that its walk could meet. But dk and dv depend on its direction.
+        reverses_lines = reverses_lines and spec.batch_invariant
+        masks_last = loops.MASKS and not reverses_lines and _may_mask_last(call, config)
+        return loops._replace(MASKS_LAST=masks_last, REVERSES_LINES=reverses_lines)
     if loops.WHOLE_LINES:
         # Its thread block meets no other one.
         return loops
     long = group * call.rows_q >= _LONG_WALK
-    reverses_lines = group == 1 and _may_reverse_lines(call)
     beyond_cache = not spec.banded and group * call.rows_q >= WALK_BEYOND_CACHE
     return loops._replace(
         MASKS_LAST=loops.MASKS and long and not reverses_lines and _may_mask_last(call, config),
@@ -610,7 +612,7 @@ def lone_query_tiles(call: Call, config: BackwardConfig) -> int:
     such. They are many only in short calls, under a causal mask. Others add to sums everywhere, which takes fewer
     registers: long ones, and such with side inputs."""
     spec = call.spec
-    plain = call.aux.leaves_scores and not (spec.deterministic or spec.softcap)
+    plain = call.aux.leaves_scores and not spec.softcap
     causal = spec.window_left is None and spec.window_right is not None and not call.band_hides_rows
     listed = spec.block_shape is not None or spec.score_program is not None
     if not (plain and causal and config.sums_by_tma and not listed and call.group * call.rows_q < _LONG_WALK):
