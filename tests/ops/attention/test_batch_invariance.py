@@ -78,7 +78,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedHopper]:
 
 @_needs_emulator
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("seed", [4, 109], ids=["soft cap", "window with a left end"])
+@pytest.mark.parametrize("seed", [4, 109, 248], ids=["soft cap", "window with a left end", "one tile of keys"])
 def test_bits_of_the_hopper_kernels_in_the_emulator(seed: int) -> None:
     compared, differ = search(_draws(1), seed, "cpu", _HALVES, 150, _WIDTHS, "hopper")
     assert compared["pages"] and not differ, "\n".join(differ)
