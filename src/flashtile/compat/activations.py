@@ -1,7 +1,5 @@
-"""flash_attn.ops.activations: activations with their gradients as functions, by PyTorch operations.
-
-GELU is its tanh approximation everywhere here. Results have the dtype of their first argument.
-"""
+"""flash_attn.ops.activations: activations with their gradients as functions, by PyTorch operations, in the dtype of
+their first argument. GELU is its tanh approximation."""
 
 from __future__ import annotations
 

@@ -122,13 +122,8 @@ def _attend(
 
 
 def _chunks(layout: Packed, totals: tuple[int, int], chunk: int) -> tuple[Packed, Tensor]:
-    """Cuts packed sequences, of so many rows of queries and of keys, into chunks of so many positions.
-
-    Nothing waits for the GPU: N is an upper bound, and the rest are empty.
-
-    Returns:
-        The layout of the chunks, and `[N]` int64, the sequence that each belongs to.
-    """
+    """Cuts packed sequences, of so many rows of queries and of keys, into chunks of so many positions: their layout,
+    and the sequence of each, `[N]` int64. Nothing waits for the GPU: N is an upper bound, and the rest are empty."""
     ends_q, ends_k, *longest = layout[:4]
     longest_q, longest_k = (total if most is None else most for most, total in zip(longest, totals))
     batch = ends_q.shape[0] - 1
@@ -152,12 +147,8 @@ def _chunks(layout: Packed, totals: tuple[int, int], chunk: int) -> tuple[Packed
 
 
 def chunk_begins(lengths: Tensor, left_padding: Tensor | None, chunk: int) -> Tensor:
-    """The first key that the last query of each sequence sees, `[B]`, counted as `lengths` are.
-
-    Args:
-        lengths: `[B]`, how many keys there are.
-        left_padding: `[B]`, how many keys at the beginning do not count and have no position, or None.
-    """
+    """The first key that the last query of each sequence sees, `[B]`, counted as `lengths` are. `left_padding`: `[B]`,
+    how many of these keys at the beginning do not count and have no position, or None."""
     padding = torch.zeros_like(lengths) if left_padding is None else left_padding.to(lengths.dtype)
     last = (lengths - padding - 1).clamp(min=0)
     return padding + last - last % chunk
@@ -166,13 +157,9 @@ def chunk_begins(lengths: Tensor, left_padding: Tensor | None, chunk: int) -> Te
 def _with_second_product(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor, layout: Packed | None, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """out and lse where the columns of q and qv are more than flashtile's kernels take; differentiable.
-
-    PyTorch's operations compute a few rows at a time, and again in a backward: the memory is that of a few rows of
-    scores.
-
-    Of the options scale, causal, window and soft cap count; the others have their defaults.
-    """
+    """out and lse where the columns of q and qv are more than flashtile's kernels take; differentiable. PyTorch's
+    operations compute a few rows at a time, and again in a backward. Of the options scale, causal, window and soft cap
+    count."""
     if layout is None:
         return _scored(q, k, v, qv, None, call)
     longest_q = q.shape[0] if layout.max_seqlen_q is None else layout.max_seqlen_q
@@ -226,12 +213,8 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, qv: Tensor, there: Tensor | None, c
 
 
 def _part(q: Tensor, qv: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Some rows: q `[B, R, H, D]`, qv `[B, R, H, Dv]`, keys `[B, G, Sk, D]`, values `[B, G, Sk, Dv]`, all float32;
-    visible broadcasts to `[B, 1, 1, R, Sk]`.
-
-    Returns:
-        out `[B, R, H, Dv]` and lse `[B, H, R]`.
-    """
+    """out `[B, R, H, Dv]` and lse `[B, H, R]` of some rows: q `[B, R, H, D]`, qv `[B, R, H, Dv]`, keys `[B, G, Sk, D]`,
+    values `[B, G, Sk, Dv]`, all float32; visible broadcasts to `[B, 1, 1, R, Sk]`."""
     rows, heads = q.shape[1:3]
     shape = heads // keys.shape[1], rows
 

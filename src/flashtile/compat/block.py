@@ -176,11 +176,9 @@ def add_norm(
     norms: Sequence[Any], branches: Sequence[Tensor], residual: Tensor | None, dropouts: Sequence[Any],
     drop_path: DropPath | None, residual_in_fp32: bool, dtype: torch.dtype,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """The norms of `Σ drop_path(dropout(branch)) + residual`, in a dtype, and the sum: fused where flashtile has them.
-
-    There are one or two norms, and one or two branches `[batch, ..., dim]`, each with its dropout; drop_path is that of
-    a single branch. With residual_in_fp32 the sum is float32 where there is no residual to say so.
-    """
+    """One or two norms of `Σ drop_path(dropout(branch)) + residual`, in a dtype, and the sum: fused where flashtile has
+    them. Of one or two branches `[batch, ..., dim]`, each has a dropout; drop_path is of a single one. With
+    residual_in_fp32 the sum is float32 where there is no residual to say so."""
     first, last, fusible = norms[0], norms[-1], _fusible(norms)
     dropout_p = {dropout.p if dropout.training else 0.0 for dropout in dropouts if computes_only(dropout, nn.Dropout)}
     left = fusible and all(computes_only(dropout, nn.Dropout) for dropout in dropouts) and len(dropout_p) == 1

@@ -1,11 +1,9 @@
-"""FlashAttention-3's call with a cache.
+"""FlashAttention-3's call with a cache, of B sequences and N new rows of all of them.
 
 `flashtile.attention_with_kv_cache` computes it where it has the arguments: with qv where the rows of both caches are
 those of one latent cache, with 8-bit caches where their factors are those of heads or of entries, both without new
 rows. Otherwise, and with chunks and several queries of a sequence, the new rows are written to the cache, the keys of
 all sequences are gathered into a packed copy, and attention runs over that. Nothing waits for a GPU.
-
-    B sequences   N new rows of all of them
 """
 
 from __future__ import annotations
@@ -152,10 +150,7 @@ def _appended_and_gathered(
     cache: Cache, cu_seqlens: Tensor, before: Tensor, after: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes packed new rows behind the `before[b]` rows of each sequence, and returns its keys and values one sequence
-    after another, with their cu_seqlens.
-
-    Rows of no sequence, and rows past the last page of one, are not written.
-    """
+    after another, with their cu_seqlens. Rows of no sequence, and past the last page of one, are not written."""
     table, page_size = _pages(cache, before.shape[0]), cache.k_cache.shape[1]
     if cache.k is not None and cache.v is not None and cache.k.shape[0] and table.numel():
         assert cache.cu_seqlens_k_new is not None

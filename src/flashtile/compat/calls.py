@@ -1,7 +1,5 @@
-"""Calls of attention with the arguments of flash_attn 1, 2 and 3, dense and packed: what they mean, and how they run.
-
-B batch or sequences, H query heads, G key/value heads, D head_dim, Sq, Sk (longest) lengths
-"""
+"""Calls of attention with the arguments of flash_attn 1, 2 and 3, dense and packed: what they mean, and how they run. B
+batch or sequences, H query heads, G key/value heads, D head_dim, Sq, Sk (longest) lengths."""
 
 from __future__ import annotations
 
@@ -92,13 +90,9 @@ def split_options(given: dict[str, Any], **fixed: Any) -> tuple[Call, dict[str, 
 
 
 def taken_apart(given: dict[str, Any], **fixed: Any) -> Given:
-    """Tensors, layout and options of a call, from whichever of the arguments of flash_attn's functions it has.
-
-    Args:
-        given: name -> argument: `q, k, v`, `q, kv` or `qkv`; of packed sequences `cu_seqlens_q` and so on, or
-            `cu_seqlens` and `max_seqlen`; and options, with one window or two sides of it.
-        fixed: options that the function has no argument for.
-    """
+    """Tensors, layout and options of a call, from whichever of the arguments of flash_attn's functions it has: `q, k,
+    v`, `q, kv` or `qkv`; of packed sequences `cu_seqlens_q` and so on, or `cu_seqlens` and `max_seqlen`; and options,
+    with one window or two sides of it. `fixed`: options that the function has no argument for."""
     call, rest = split_options(given, **fixed)
     layout = None
     if "cu_seqlens" in rest:
@@ -167,12 +161,8 @@ def with_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, call: Call, return_lse: bool,
     **places: Any,
 ) -> Output:  # fmt: skip
-    """Attention to a cache, to which k and v are appended first; `places` are further arguments of
-    `flashtile.attention_with_kv_cache`. Not recorded by autograd.
-
-    Returns:
-        out, or (out, lse `[B, H, Sq]`).
-    """
+    """Attention to a cache, to which k and v are appended first: out, or (out, lse `[B, H, Sq]`), not recorded by
+    autograd. `places`: further arguments of `flashtile.attention_with_kv_cache`."""
     options = map_options(q, call) | places | {"return_lse": bool(return_lse)}
     del options["dropout_p"], options["deterministic"]
     return flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, v, **options)
@@ -211,14 +201,9 @@ def with_packed_keys(k: Tensor, v: Tensor, layout: Packed | None) -> tuple[Tenso
 def weights(
     q: Tensor, k: Tensor, layout: Packed | None, call: Call, seed: Tensor | None, multiple: tuple[int, int] = _MULTIPLE
 ) -> Tensor:
-    """`S_dmask`: weights `exp(score - maximum of the row)`, negative where dropped and 0 where not visible.
-
-    They are a matrix of all scores. The lengths of packed sequences are read on the host.
-
-    Returns:
-        `[B, H, Sq', Sk']` in q's dtype, each sequence from its start, padded with 0 to multiples of so many rows and
-        columns.
-    """
+    """`S_dmask`: weights `exp(score - maximum of the row)`, negative where dropped and 0 where not visible, as a matrix
+    of all scores: `[B, H, Sq', Sk']` in q's dtype, each sequence from its start, padded with 0 to multiples of so many
+    rows and columns. The lengths of packed sequences are read on the host."""
     options = map_options(q, call)
     del options["dropout_p"], options["deterministic"]
     parts, sizes, slopes = [(q, k)], (q.shape[1], k.shape[1]), [options.pop("alibi_slopes")]
@@ -265,11 +250,8 @@ def drawn_seed(x: Tensor, dropout_p: float, generator: torch.Generator | None = 
 def forward(
     given: Given, return_weights: bool, generator: torch.Generator | None = None, multiple: tuple[int, int] = _MULTIPLE
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A forward by itself, not recorded by autograd.
-
-    Returns:
-        out, lse, the weights (empty where they were not asked for), and the dropout seed, `[2]` int64.
-    """
+    """out, lse, the weights (empty where they were not asked for), and the dropout seed, `[2]` int64, of a forward that
+    autograd does not record."""
     q, k, v, layout, call, _ = given
     seed = drawn_seed(q, call.dropout_p, generator)
     k, v, layout = with_packed_keys(k, v, layout)
@@ -365,10 +347,8 @@ def _side(side: Any, window_size: Any) -> int | None:
 
 
 def longest(value: Any) -> Any:
-    """A longest sequence as flashtile takes it: an int, or None for a number on a GPU, which is not waited for.
-
-    It bounds the work and no result depends on it, so that all rows are as good a bound.
-    """
+    """A longest sequence as flashtile takes it: an int, or None for a number on a GPU, which is not waited for, because
+    all rows are as good a bound."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return int(value) if value.device.type == "cpu" else None
     return value

@@ -1,7 +1,5 @@
-"""flash_attn.ops.fused_dense, ops.triton.linear and ops.triton.mlp over `flashtile.fused_dense` and `fused_mlp`.
-
-Layers that processes share (`process_group`) are those of flashtile.distributed.
-"""
+"""flash_attn.ops.fused_dense, ops.triton.linear and ops.triton.mlp over `flashtile.fused_dense` and `fused_mlp`. Layers
+that processes share (`process_group`) are those of flashtile.distributed."""
 
 from __future__ import annotations
 
@@ -110,10 +108,7 @@ def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_i
 
 
 def fused_dense_sqrelu_dense_function(checkpoint_lvl: int, **tensors: Any) -> Any:
-    """`relu(x weight1ᵀ + bias1)² weight2ᵀ + bias2`.
-
-    Shapes and checkpoint_lvl are those of `fused_mlp_func`.
-    """
+    """`relu(x weight1ᵀ + bias1)² weight2ᵀ + bias2`; shapes and checkpoint_lvl as in `fused_mlp_func`."""
     return flashtile.fused_mlp(**tensors, activation="squared_relu", checkpoint_level=checkpoint_lvl)
 
 

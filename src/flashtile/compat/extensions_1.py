@@ -50,24 +50,17 @@ def attention_bwd(p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> 
 
 
 def attention_fwd_block(**given: Any) -> list[Tensor]:
-    """Block-sparse attention: out `[total_q, heads, head_dim]` and lse.
-
-    Args:
-        blockmask: what `convert_blockmask` makes of a layout `[ceil(max_seqlen_q / 16), ceil(max_seqlen_k / 256)]`. Its
-            values are read on the host.
-        return_softmax: must be False, because the weights are never in memory.
-        gen: draws the dropout seed; None for torch's own generator.
-    """
+    """Block-sparse attention: out `[total_q, heads, head_dim]` and lse. `blockmask`: what `convert_blockmask` makes of
+    a layout `[ceil(max_seqlen_q / 16), ceil(max_seqlen_k / 256)]`, read on the host. `gen`: draws the dropout seed;
+    None for torch's own generator. `return_softmax` must be False."""
     apart = calls.taken_apart(_with_blocks(**given), top_left=True)
     out, lse, *_ = calls.forward(apart, False, given["gen"])
     return [out, flash_attn_1.padded_lse(lse, given["cu_seqlens_q"], given["max_seqlen_q"])]
 
 
 def attention_bwd_block(gen: torch.Generator | None, p_dropout: float, q: Tensor, **given: Any) -> list[Tensor]:
-    """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`.
-
-    With dropout, `gen` or torch's generator must be as it was before the forward.
-    """
+    """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`. With dropout, `gen` or
+    torch's generator must be as it was before the forward."""
     seed = calls.drawn_seed(q, p_dropout, gen)
     blocks = _with_blocks(gen=None, p_dropout=p_dropout, q=q, **given)
     return list(flash_attn_1.backward(rng_state=seed, generator=None, **blocks))
@@ -174,13 +167,8 @@ def dropout_add_ln_fwd(**given: Any) -> Results:
 
 @torch.no_grad()
 def dropout_add_ln_bwd(**given: Any) -> Results:
-    """The gradients of x0, residual, gamma and beta, two None, and with colscale its gradient and None.
-
-    Args:
-        dz, dx: those of z and of x; dx is None where x goes nowhere else.
-        x0: needed beside colscale.
-        x0_numrows: rows of x0, beside x0_subset.
-    """
+    """The gradients of x0, residual, gamma and beta, two None, and with colscale its gradient and None. `dx` is None
+    where x goes nowhere else. `x0`: needed beside colscale. `x0_numrows`: rows of x0, beside x0_subset."""
     a = SimpleNamespace(**given)
     dz = a.dz
     if a.z_subset is not None:  # for each number `i` row `i - 1` of dz, 0 where `i` is 0
@@ -247,11 +235,9 @@ def _unless_same(x: Tensor, x0: Tensor, a: SimpleNamespace) -> Tensor | None:
 
 
 def _norm_gradient(a: SimpleNamespace, dz: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, in float32, and of weight and bias::
+    """The gradients of x, in float32, and of weight and bias (an RMS norm has no `mean(w)`)::
 
     dx = rsigma · (w - mean(w) - n · mean(w · n))        w = dz · gamma        n = (x - mu) · rsigma
-
-    where an RMS norm has no `mean(w)`.
     """
     normed = (wide(a.x) - a.mu[:, None]) * a.rsigma[:, None]
     weighted = wide(dz) * gamma
@@ -322,10 +308,8 @@ def causal_forward(inputs: Tensor, scale_factor: float) -> Tensor:
 
 @torch.no_grad()
 def masked_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """Gradient of a scaled softmax from its result y: `scale · y · (dy - Σ dy y)` along the last dimension.
-
-    Masked elements have y = 0, so their gradient is 0.
-    """
+    """Gradient of a scaled softmax from its result y: `scale · y · (dy - Σ dy y)` along the last dimension, 0 where
+    masked."""
     dy, y = wide(output_grads), wide(softmax_results)
     return (scale_factor * y * (dy - (dy * y).sum(-1, keepdim=True))).to(softmax_results.dtype)
 

@@ -87,11 +87,8 @@ def mask_function(mask_mod: Callable[..., Any], problem: Problem) -> Callable[..
 
 
 def check_derivative(function: Callable[..., Tensor], score_mod_bwd: Callable[..., Any], problem: Problem) -> None:
-    """Compares a caller's derivative with flashtile's own at some places, which reads values on the host.
-
-    `score_mod_bwd(grad, score, batch, head, q_idx=, ...)` returns the gradient of the score. flashtile computes with
-    its own, so another one would be ignored.
-    """
+    """Compares a caller's derivative, `score_mod_bwd(grad, score, batch, head, q_idx=, ...)`, with flashtile's own at
+    some places, which reads values on the host. flashtile computes with its own, so another one would be ignored."""
     check_language("score_mod_bwd", score_mod_bwd)
     if not all(problem[:4]):
         return
@@ -167,8 +164,7 @@ def block_mask_of(
 
     Args:
         blocks: the function says what is visible in its mask blocks; without a function all of it is.
-        backward: the same blocks by their keys: `[batch | 1, heads | 1, blocks_k]` and `[..., blocks_k, blocks_q]`.
-            flashtile makes such lists itself, so these are compared.
+        backward: the same by their keys, compared: `[batch | 1, heads | 1, blocks_k]`, `[..., blocks_k, blocks_q]`.
     """
     seq_q, seq_k = problem.seq_q, problem.seq_k
     if blocks is None:

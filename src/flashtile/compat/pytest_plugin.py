@@ -1,7 +1,5 @@
-"""`pytest -p flashtile.compat.pytest_plugin`: tests written for flash_attn run against flashtile.
-
-Options: `--flash-attn-version` (2 or 1), `--flash-attn-override` (also where a real one is installed).
-"""
+"""`pytest -p flashtile.compat.pytest_plugin`: tests written for flash_attn run against flashtile. Options:
+`--flash-attn-version` (2 or 1), `--flash-attn-override` (also where a real one is installed)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of packed sequences that lie otherwise: keys in pages or in parts, and rows that count.
-
-B sequences
-"""
+"""Rows of packed sequences, B of them, that lie otherwise: keys in pages or in parts, and rows that count."""
 
 from __future__ import annotations
 
@@ -25,22 +22,17 @@ def gathered_keys(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int | None, *, block_table: Tensor | None = None,
     lengths: Tensor | None = None, left_padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Keys and values packed as `flashtile.attention_varlen` wants them.
-
-    Nothing waits for the GPU: the result has as many rows as there could be keys, and those past the last sequence are
-    copies of others that nothing attends to. Differentiable in k and v.
+    """Keys and values packed as `flashtile.attention_varlen` wants them, and their cu_seqlens; differentiable in k and
+    v. Nothing waits for the GPU: there are as many rows as there could be keys, the last ones copies that nothing
+    attends to.
 
     Args:
-        k: `[total_k, heads_kv, head_dim]`; with block_table `[pages, page_size, heads_kv, head_dim]`.
-        v: likewise.
+        k, v: `[total_k, heads_kv, head_dim]`; with block_table `[pages, page_size, heads_kv, head_dim]`.
         cu_seqlens_k: `[B + 1]`, where the sequences lie, in pages how long they are.
         max_seqlen_k: of the longest, if the host knows it.
         block_table: integers `[B, pages of a sequence]`.
         lengths: `[B]`, how many rows of each are there; default all.
         left_padding: `[B]`, how many of those at the beginning do not count.
-
-    Returns:
-        k, v and their cu_seqlens.
     """
     batch = cu_seqlens_k.shape[0] - 1
     first = cu_seqlens_k[:-1].long() if block_table is None else torch.zeros_like(cu_seqlens_k[:-1], dtype=torch.int64)
@@ -111,13 +103,9 @@ def check_page_numbers(
 def only_used_rows(
     x: Tensor, cu_seqlens: Tensor, used: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """Takes the first `used[b]` rows of each packed sequence `b` of x `[total, heads, head_dim]`. Waits for nothing.
-
-    Returns:
-        The rows that count, one sequence after another (as many rows as before; those past the last sequence are
-        copies), their cu_seqlens, and what puts out and lse `[heads, total]` of these rows in the place of the ones
-        before, elsewhere 0 and -inf.
-    """
+    """The first `used[b]` rows of each packed sequence `b` of x `[total, heads, head_dim]`, one behind another (and
+    copies behind them), their cu_seqlens, and what puts out and lse `[heads, total]` in the places of before, elsewhere
+    0 and -inf. Waits for nothing."""
     batch, total = cu_seqlens.shape[0] - 1, x.shape[0]
     rows, _, ends = gathered_keys(x, x, cu_seqlens, None, lengths=used)
     sequence, within, inside = locate_rows(cu_seqlens, total)

@@ -1,9 +1,6 @@
-"""The names that are served of other libraries: the modules of each version, their names, and the arguments of these.
-
-The arguments were read at the release and on the day that a version tells, and are served as they stand here
-(`flashtile.compat.adapter.tables` says how). `batch_invariant` of the attention modules is flashtile's own, behind
-theirs.
-"""
+"""The names that are served of other libraries: the modules of each version, their names, and the arguments of these,
+as they stood at the release and day that a version tells. `batch_invariant` of the attention modules is flashtile's
+own."""
 
 from __future__ import annotations
 
