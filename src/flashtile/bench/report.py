@@ -33,12 +33,8 @@ _PHASES = {"fwd": "forward", "bwd": "backward"}
 
 @dataclass(frozen=True)
 class Table:
-    """A title, headings, and cells.
-
-    Attributes:
-        words: all columns are text; else those after the first `keys` are figures.
-        keys: how many columns at the beginning name a line.
-    """
+    """A title, headings, and cells. `words`: all columns are text; else those after the first `keys` are figures.
+    `keys`: how many columns at the beginning name a line."""
 
     title: str
     headings: list[str]

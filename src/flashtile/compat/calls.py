@@ -25,11 +25,8 @@ _MULTIPLE = (128, 128)
 
 
 class Call(NamedTuple):
-    """The options of one call, as flash_attn names them.
-
-    Attributes:
-        top_left: the diagonal begins at the first key, else it ends at the last.
-    """
+    """The options of one call, as flash_attn names them. `top_left`: the diagonal begins at the first key, else it ends
+    at the last."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None

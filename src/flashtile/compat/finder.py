@@ -43,14 +43,9 @@ class ServedDistribution(Distribution):
 
 
 class _Installed(NamedTuple):
-    """One name that is served now.
-
-    Attributes:
-        served: what it resolves to.
-        portions: folders of other distributions that add to the name without being it (namespace packages, such as
-            that of flash_attn.cute); their modules stay there.
-        replaced: the modules of that name that were there before.
-    """
+    """One name that is served now. `served`: what it resolves to. `portions`: folders of other distributions that add
+    to the name without being it (namespace packages, such as that of flash_attn.cute); their modules stay there.
+    `replaced`: the modules of that name that were there before."""
 
     served: Served
     portions: list[str]
@@ -73,12 +68,8 @@ class _Loader(Loader):
 
 
 class Finder(DistributionFinder):
-    """Finds the modules that are installed, and tells their distributions.
-
-    Attributes:
-        installed: name -> what it is served by.
-        on_disk: names of distributions of `packaging/`, which load their own first module.
-    """
+    """Finds the modules that are installed, and tells their distributions. `installed`: name -> what it is served by.
+    `on_disk`: names of distributions of `packaging/`, which load their own first module."""
 
     def __init__(self) -> None:
         self.installed: dict[str, _Installed] = {}

@@ -107,13 +107,8 @@ def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
 
 
 class Parts(NamedTuple):
-    """The facts of a call that follow from its tensors.
-
-    Attributes:
-        tensors: the same, bias and mask with all four dimensions.
-        documents: cumulative lengths; empty for a dense call.
-        row_sharded: bias and mask have the rows of the shard.
-    """
+    """The facts of a call that follow from its tensors. `tensors`: the same, bias and mask with all four dimensions.
+    `documents`: cumulative lengths; empty for a dense call. `row_sharded`: bias and mask have the rows of the shard."""
 
     tensors: dict[str, Tensor | None]
     documents: tuple[int, ...]

@@ -78,13 +78,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one rank.
-
-    Attributes:
-        compute: of the kernels, were nothing in their way.
-        exposed: in which they wait for transfers.
-        merging: of partial results.
-    """
+    """Seconds of one rank. `compute`: of the kernels, were nothing in their way. `exposed`: in which they wait for
+    transfers. `merging`: of partial results."""
 
     compute: float
     exposed: float

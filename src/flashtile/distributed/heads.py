@@ -52,13 +52,9 @@ class Bundle:
 
 
 class Paths(NamedTuple):
-    """The transfers between a bundle's tokens in sequence and its shards by rank, either way.
-
-    Attributes:
-        whole: the other ranks' tokens, in sequence.
-        shards: this rank's tokens, in the shard of each other rank.
-        own: this rank's tokens in both, which stay here.
-    """
+    """The transfers between a bundle's tokens in sequence and its shards by rank, either way. `whole`: the other ranks'
+    tokens, in sequence. `shards`: this rank's tokens, in the shard of each other rank. `own`: this rank's tokens in
+    both, which stay here."""
 
     whole: list[Message]
     shards: list[Message]

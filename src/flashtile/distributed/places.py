@@ -91,12 +91,9 @@ def replicated(places: Places, name: str, tensor: Tensor | None, adds_up: bool) 
 
 
 def agree(places: Places, facts: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raises ValueError on every rank unless all came with the same call; asked once for each kind of call.
-
-    Args:
-        facts: what all must have in common, by name; hashable.
-        values: likewise, but tensors, whose values are looked at, in every call, with FLASHTILE_CHECK_VALUES=1 only.
-    """
+    """Raises ValueError on every rank unless all came with the same call; asked once for each kind of call. `facts`:
+    what all must have in common, by name; hashable. `values`: likewise, but tensors, whose values are looked at, in
+    every call, with FLASHTILE_CHECK_VALUES=1 only."""
     of_values = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")  # as `ops.common.checks`
     if of_values:
         facts = facts | {name: repr(t.tolist() if isinstance(t, Tensor) else t) for name, t in values.items()}

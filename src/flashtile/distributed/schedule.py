@@ -91,13 +91,9 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The transfers and work of one time.
-
-    Attributes:
-        transfers: of keys and values, before the work; of their gradients the other way, after it. If keys
-            are gathered: the ones that the work reads, among them a rank's own.
-        work: of each rank, with the keys that it got in this step, or its own where it got none.
-    """
+    """The transfers and work of one time. `transfers`: of keys and values, before the work; of their gradients the
+    other way, after it. If keys are gathered: the ones that the work reads, among them a rank's own. `work`: of each
+    rank, with the keys that it got in this step, or its own where it got none."""
 
     transfers: tuple[Transfer, ...]
     work: tuple[tuple[Work, ...], ...]

@@ -93,11 +93,8 @@ LEARNED = ("bias", "alibi_slopes", "sinks", "score_mod")
 
 @dataclass(frozen=True)
 class RelativeScore:
-    """A score function with a derivative in the score and in a captured table, which hides some keys.
-
-    Attributes:
-        table: `[heads, 33]`, by the distance of query and key.
-    """
+    """A score function with a derivative in the score and in a captured table, which hides some keys. `table`: `[heads,
+    33]`, by the distance of query and key."""
 
     table: Tensor
 

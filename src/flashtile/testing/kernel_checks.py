@@ -80,13 +80,9 @@ Call = Callable[[Tensor, str], Tensor]
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One call that is compared with the reference in float64, by the one tolerance policy.
-
-    Attributes:
-        operation: the operation, under which a table counts the check.
-        name: says which call of that operation it is.
-        run: takes the device of the tensors. It raises AssertionError if a result is wrong.
-    """
+    """One call that is compared with the reference in float64, by the one tolerance policy. `operation`: the operation,
+    under which a table counts the check. `name`: says which call of that operation it is. `run`: takes the device of
+    the tensors. It raises AssertionError if a result is wrong."""
 
     operation: str
     name: str
@@ -94,13 +90,9 @@ class KernelCheck:
 
 
 def kernel_checks(backend: str, dtype: torch.dtype = torch.bfloat16) -> list[KernelCheck]:
-    """The checks of a backend, always in the same order.
-
-    Args:
-        backend: "triton", "hopper" (attention only) or "cpu".
-        dtype: a dtype of 16 bits, of all tensors but a few. Some Hopper checks are of the other one, because float16
-            and bfloat16 are converted by other instructions.
-    """
+    """The checks of a backend, always in the same order. `backend`: "triton", "hopper" (attention only) or "cpu".
+    `dtype`: a dtype of 16 bits, of all tensors but a few. Some Hopper checks are of the other one, because float16 and
+    bfloat16 are converted by other instructions."""
     plain = replace(_CAUSAL, head_dim=64, head_dim_v=64 if backend == "hopper" else 32)
     # The Hopper kernels refuse q, k and v that TMA cannot read. They copy such a dout.
     read_by_tma = product(("q", "k", "v"), (IN_WIDER_ROWS,))

@@ -57,13 +57,9 @@ class Written:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is faster where, on which machine.
-
-    Attributes:
-        sentences: the result in words, one for each machine.
-        headings, lines: means, for each machine, kind of call and phase.
-        charts: the same as pictures, and speeds by length where there is room.
-    """
+    """Who is faster where, on which machine. `sentences`: the result in words, one for each machine. `headings`,
+    `lines`: means, for each machine, kind of call and phase. `charts`: the same as pictures, and speeds by length where
+    there is room."""
 
     sentences: tuple[str, ...]
     headings: tuple[str, ...]

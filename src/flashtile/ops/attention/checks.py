@@ -24,12 +24,8 @@ from flashtile.ops.common.dispatch import transformed
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits: bool = False) -> None:
-    """Checks ranks, shapes, dtypes, devices and head counts of q, k, v.
-
-    Args:
-        layout: names of the dimensions, `("batch", "seq", "heads", "head_dim")` or without batch when packed.
-        eight_bits: float8_e4m3fn is served too.
-    """
+    """Checks ranks, shapes, dtypes, devices and head counts of q, k, v. `layout`: names of the dimensions, `("batch",
+    "seq", "heads", "head_dim")` or without batch when packed. `eight_bits`: float8_e4m3fn is served too."""
     rank = len(layout)
     check_tensors(q=q, k=k, v=v)
     if not (

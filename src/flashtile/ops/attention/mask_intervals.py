@@ -153,12 +153,8 @@ class _IntervalArithmetic(TorchFunctionMode):
 
 class _Extremes(NamedTuple):
     """The least and greatest entries of a tensor in all ranges of a length that is a power of two, along one dimension.
-
-    Attributes:
-        table: the tensor.
-        least, most: `[levels, ..., groups]`: those of `2**level` groups of entries, from a group on.
-        level: `[groups + 1]`: for a number of groups the largest level that is not longer.
-    """
+    `table`: the tensor. `least`, `most`: `[levels, ..., groups]`: those of `2**level` groups of entries, from a group
+    on. `level`: `[groups + 1]`: for a number of groups the largest level that is not longer."""
 
     table: Tensor
     least: Tensor

@@ -39,12 +39,8 @@ def keep_threshold(dropout_p: float) -> int:
 
 def pair_words(key: Tensor, counter: tuple[Tensor, Tensor], scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Philox2x32-7 in int64 arithmetic: two words for each broadcast counter, in the low 32 bits. Those above are not
-    cleared.
-
-    Args:
-        scratch: flat int64 memory for three numbers for each counter, in which the words are made, so that they last
-            until it is used again; None = new memory.
-    """
+    cleared. `scratch`: flat int64 memory for three numbers for each counter, in which the words are made, so that they
+    last until it is used again; None = new memory."""
     left, right = counter
     shape = torch.broadcast_shapes(key.shape, left.shape, right.shape)
     numbers = 3 * math.prod(shape)

@@ -201,12 +201,8 @@ def _one_batch(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _score_inputs(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], rank: int) -> dict[str, Tensor]:
-    """A mask as `mask` or `bias` of `attention`, `[N | 1, H | 1, L | 1, S | 1]`.
-
-    Args:
-        query: `[N, L, H, E]`.
-        sizes: `(*batch, H, L, S)`, what it must broadcast to; `rank` of them are in PyTorch's own shapes.
-    """
+    """A mask as `mask` or `bias` of `attention`, `[N | 1, H | 1, L | 1, S | 1]`. `query`: `[N, L, H, E]`. `sizes`:
+    `(*batch, H, L, S)`, what it must broadcast to; `rank` of them are in PyTorch's own shapes."""
     check_tensors(attn_mask=attn_mask)
     check_device("attn_mask", attn_mask, query.device, of="query")
     shape = (1,) * (len(sizes) - attn_mask.dim()) + tuple(attn_mask.shape)

@@ -47,13 +47,8 @@ class Part(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The softmax of some rows, 0 where nothing is visible.
-
-    Attributes:
-        keys: `[B, H, R, C]`.
-        row_logit: `[B, H, R, 1]`, of the sink; None without sinks.
-        lse: `[B, H, R, 1]`, -inf where there is neither key nor sink.
-    """
+    """The softmax of some rows, 0 where nothing is visible. `keys`: `[B, H, R, C]`. `row_logit`: `[B, H, R, 1]`, of the
+    sink; None without sinks. `lse`: `[B, H, R, 1]`, -inf where there is neither key nor sink."""
 
     keys: Tensor
     row_logit: Tensor | None
@@ -147,12 +142,8 @@ def row_logits(part: Part, side: SideInputs) -> Tensor | None:
 
 
 class Changes(NamedTuple):
-    """Intermediate results that the tangents of scores need; None for what the call does not have.
-
-    Attributes:
-        cap: derivative of the soft cap, `[B, H, R, C]`.
-        inputs: arguments of the score function, by their names in a program.
-    """
+    """Intermediate results that the tangents of scores need; None for what the call does not have. `cap`: derivative of
+    the soft cap, `[B, H, R, C]`. `inputs`: arguments of the score function, by their names in a program."""
 
     cap: Tensor | None
     inputs: dict[str, Tensor] | None

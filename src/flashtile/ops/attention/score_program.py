@@ -70,13 +70,9 @@ class Step(NamedTuple):
 
 
 class ScoreProgram(NamedTuple):
-    """A function of (score, batch, head, q_index, k_index) and of captured tensors.
-
-    Attributes:
-        captured: dtype and number of dimensions of each captured tensor.
-        steps: in the order of computation; each one contributes to a result.
-        results: names of values. A score function has one, in the dtype of the score.
-    """
+    """A function of (score, batch, head, q_index, k_index) and of captured tensors. `captured`: dtype and number of
+    dimensions of each captured tensor. `steps`: in the order of computation; each one contributes to a result.
+    `results`: names of values. A score function has one, in the dtype of the score."""
 
     captured: tuple[tuple[str, int], ...]
     steps: tuple[Step, ...]

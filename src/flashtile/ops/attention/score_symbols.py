@@ -60,13 +60,9 @@ _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.m
 
 
 class Symbol(Tensor):
-    """A scalar without a number, or what is left of a captured tensor after the first indices.
-
-    Attributes:
-        recorder: of its program.
-        value: its name there; None for the rest of a captured tensor.
-        rest: number of the captured tensor, and the names of the first indices.
-    """
+    """A scalar without a number, or what is left of a captured tensor after the first indices. `recorder`: of its
+    program. `value`: its name there; None for the rest of a captured tensor. `rest`: number of the captured tensor, and
+    the names of the first indices."""
 
     recorder: Recorder
     value: str | None
@@ -109,13 +105,9 @@ def symbols_in(found: Any) -> Iterator[Symbol]:
 
 
 class Recorder:
-    """Writes down the steps of a program, each one once.
-
-    Attributes:
-        captured: the tensors that were read.
-        of_derivative: PyTorch's autograd calls the operations, not a user.
-        repeatable: another call of the function with tensors like these makes the same program.
-    """
+    """Writes down the steps of a program, each one once. `captured`: the tensors that were read. `of_derivative`:
+    PyTorch's autograd calls the operations, not a user. `repeatable`: another call of the function with tensors like
+    these makes the same program."""
 
     def __init__(self, device: torch.device | None = None, of_derivative: bool = False) -> None:
         self.device, self.of_derivative = device, of_derivative

@@ -100,13 +100,9 @@ class Places(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Some tiles of a grid, by int64 tensors that broadcast against one another.
-
-    Attributes:
-        batch, head: that they belong to.
-        q_tile, k_tile: which of its tiles they are.
-        first_q, last_q, first_k, last_k: the queries and keys in them, those past the ends left out.
-    """
+    """Some tiles of a grid, by int64 tensors that broadcast against one another. `batch`, `head`: that they belong to.
+    `q_tile`, `k_tile`: which of its tiles they are. `first_q`, `last_q`, `first_k`, `last_k`: the queries and keys in
+    them, those past the ends left out."""
 
     batch: Tensor
     head: Tensor
@@ -127,13 +123,9 @@ class Tiles(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Facts about tiles before their elements are made; tensors that broadcast to `[rows, tiles_k]`.
-
-    Attributes:
-        possible: bool: a pair of the tile may be visible.
-        certain: bool: all pairs of the tile surely are.
-        key: int64: tiles with equal keys have equal elements, but for pairs past the ends; None = not known.
-    """
+    """Facts about tiles before their elements are made; tensors that broadcast to `[rows, tiles_k]`. `possible`: bool:
+    a pair of the tile may be visible. `certain`: bool: all pairs of the tile surely are. `key`: int64: tiles with equal
+    keys have equal elements, but for pairs past the ends; None = not known."""
 
     possible: Tensor
     certain: Tensor

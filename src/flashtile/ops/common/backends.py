@@ -52,13 +52,8 @@ class Backend:
 
 
 class BackendChoice(NamedTuple):
-    """The backend that serves a call, and why each other one does not.
-
-    Attributes:
-        backend: its name, such as "triton", "cpu" or "reference"; None where none can serve the call.
-        reason: why this one.
-        rejected: backend -> why not.
-    """
+    """The backend that serves a call, and why each other one does not. `backend`: its name, such as "triton", "cpu" or
+    "reference"; None where none can serve the call. `reason`: why this one. `rejected`: backend -> why not."""
 
     backend: str | None
     reason: str
@@ -66,14 +61,9 @@ class BackendChoice(NamedTuple):
 
 
 class Backends:
-    """The backends of an operation, in the order in which "auto" tries them.
-
-    Args:
-        operation: its name.
-        call: makes the description of a call from the arguments of `implementation`. It has the fields and the label of
-            `StandardCall`, and may have more.
-        backends: those of the operation.
-    """
+    """The backends of an operation, in the order in which "auto" tries them. `operation`: its name. `call`: makes the
+    description of a call from the arguments of `implementation`. It has the fields and the label of `StandardCall`, and
+    may have more. `backends`: those of the operation."""
 
     def __init__(self, operation: str, call: Callable[..., Any], backends: Iterable[Backend]) -> None:
         self.by_name = {backend.name: backend for backend in backends}

@@ -376,13 +376,8 @@ MULTIPLY = (4096, 4)
 
 
 class TileConfig(NamedTuple):
-    """How a kernel is cut.
-
-    Attributes:
-        block_n: columns of a tile.
-        vector: columns that one thread loads at once.
-        num_warps: warps of a program.
-    """
+    """How a kernel is cut. `block_n`: columns of a tile. `vector`: columns that one thread loads at once. `num_warps`:
+    warps of a program."""
 
     block_n: int
     vector: int

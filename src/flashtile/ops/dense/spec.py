@@ -41,12 +41,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ActivationSpec(NamedTuple):
-    """The meaning of what lies between the products: scalars only, hashable.
-
-    Attributes:
-        activation: a name in `ACTIVATIONS`.
-        gated: the second half of `pre` gates the first.
-    """
+    """The meaning of what lies between the products: scalars only, hashable. `activation`: a name in `ACTIVATIONS`.
+    `gated`: the second half of `pre` gates the first."""
 
     activation: str
     gated: bool
@@ -83,13 +79,9 @@ class ActivationUpstream(NamedTuple):
 
 
 class ActivationGradients(NamedTuple):
-    """Results of a backward pass between the products.
-
-    Attributes:
-        dpre: `[R, F]`, gated `[R, 2F]`.
-        dbias: `[F]` or `[2F]`, the sum of dpre over rows, before it is rounded; None where it is not wanted.
-        hidden: `[R, F]`, made again; None where it is not wanted.
-    """
+    """Results of a backward pass between the products. `dpre`: `[R, F]`, gated `[R, 2F]`. `dbias`: `[F]` or `[2F]`, the
+    sum of dpre over rows, before it is rounded; None where it is not wanted. `hidden`: `[R, F]`, made again; None where
+    it is not wanted."""
 
     dpre: Tensor
     dbias: Tensor | None

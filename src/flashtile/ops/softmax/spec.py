@@ -24,12 +24,8 @@ MAX_COLUMNS = 2**30
 
 
 class SoftmaxSpec(NamedTuple):
-    """The meaning of a call: scalars only, hashable.
-
-    Attributes:
-        scale: factor on x.
-        causal: only keys up to the diagonal, which ends at the last key.
-    """
+    """The meaning of a call: scalars only, hashable. `scale`: factor on x. `causal`: only keys up to the diagonal,
+    which ends at the last key."""
 
     scale: float
     causal: bool

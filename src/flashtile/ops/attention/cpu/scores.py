@@ -66,12 +66,8 @@ class FunctionOfBlock(NamedTuple):
 
 
 class Derivatives(NamedTuple):
-    """Derivatives of the changes of a tile of scores; None for what the call does not have.
-
-    Attributes:
-        cap: derivative of the soft cap, `[N, G·R, C]`.
-        inputs: arguments of the score function, see `FunctionOfBlock.inputs`.
-    """
+    """Derivatives of the changes of a tile of scores; None for what the call does not have. `cap`: derivative of the
+    soft cap, `[N, G·R, C]`. `inputs`: arguments of the score function, see `FunctionOfBlock.inputs`."""
 
     cap: Tensor | None
     inputs: dict[str, Tensor] | None

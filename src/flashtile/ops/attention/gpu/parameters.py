@@ -31,13 +31,9 @@ SidePointers: Any = namedtuple("SidePointers", SINGLE)  # type: ignore[misc]
 
 
 class TableNumbers(NamedTuple):
-    """Strides and ends of a bias or a mask.
-
-    Attributes:
-        stride_batch, stride_head, stride_row: in elements; 0 where it broadcasts. That of rows is None there, if the
-            kernel reads such a row once.
-        rows, columns: where it ends; None where no tile of the kernel ends past it.
-    """
+    """Strides and ends of a bias or a mask. `stride_batch`, `stride_head`, `stride_row`: in elements; 0 where it
+    broadcasts. That of rows is None there, if the kernel reads such a row once. `rows`, `columns`: where it ends; None
+    where no tile of the kernel ends past it."""
 
     stride_batch: Any
     stride_head: Any
@@ -104,13 +100,9 @@ class SideNumbers(NamedTuple):
 
 
 class CallConstants(NamedTuple):
-    """Constants that kernels are compiled for.
-
-    Attributes:
-        HAS_LEFT, HAS_RIGHT: whether the window has a left and a right side.
-        TILE_Q, TILE_K: the stored tiles of the block mask; 0 without one.
-        BIAS_COLUMN, MASK_COLUMN: strides of the tables' columns; 0 where they broadcast, or there is no table.
-    """
+    """Constants that kernels are compiled for. `HAS_LEFT`, `HAS_RIGHT`: whether the window has a left and a right side.
+    `TILE_Q`, `TILE_K`: the stored tiles of the block mask; 0 without one. `BIAS_COLUMN`, `MASK_COLUMN`: strides of the
+    tables' columns; 0 where they broadcast, or there is no table."""
 
     HAS_LEFT: Any
     HAS_RIGHT: Any

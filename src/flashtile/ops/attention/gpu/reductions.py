@@ -211,13 +211,9 @@ def sum_layouts(call: Call, rows: int, programs: int | None = None) -> dict[str,
 def learned_gradients(
     found: dict[str, Tensor], side: SideInputs, wanted: Wanted, cu_seqlens: Tensor | None, own_delta: bool = False
 ) -> dict[str, Tensor | None]:
-    """The gradients of side inputs that follow from what kernels stored, by the fields of `Gradients`.
-
-    Args:
-        found: what kernels stored, by name.
-        cu_seqlens: the offsets of the sequences among the rows of "slope_sums".
-        own_delta: "statistics" have a delta for the sinks, beside that of the keys.
-    """
+    """The gradients of side inputs that follow from what kernels stored, by the fields of `Gradients`. `found`: what
+    kernels stored, by name. `cu_seqlens`: the offsets of the sequences among the rows of "slope_sums". `own_delta`:
+    "statistics" have a delta for the sinks, beside that of the keys."""
     gradients: dict[str, Tensor | None] = {"bias": found.get("dbias")}
     if "slope_sums" in found:
         gradients["alibi_slopes"] = slope_gradient(found["slope_sums"], side, cu_seqlens)

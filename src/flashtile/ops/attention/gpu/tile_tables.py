@@ -17,14 +17,9 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Row(Generic[Config]):
-    """A row of a table. Its name is that of the table, with its widths.
-
-    Attributes:
-        head_dim, head_dim_v: of the widest heads that it holds.
-        config: how kernels are cut.
-        measured: the figures that justify it, beside those of the next best, in the units of the table; "" if it
-            follows from registers and shared memory.
-    """
+    """A row of a table. Its name is that of the table, with its widths. `head_dim`, `head_dim_v`: of the widest heads
+    that it holds. `config`: how kernels are cut. `measured`: the figures that justify it, beside those of the next
+    best, in the units of the table; "" if it follows from registers and shared memory."""
 
     head_dim: int
     head_dim_v: int

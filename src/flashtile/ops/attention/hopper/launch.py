@@ -195,13 +195,8 @@ def _stream_counter(device: torch.device, stream: int) -> Tensor:
 
 
 class ForwardPlan(NamedTuple):
-    """The launches of a forward.
-
-    Attributes:
-        pipeline: its first outputs are out, lse and max_scores.
-        results: how many of these a call returns.
-        dynamic: programs take tiles as they come, and the launch needs counters.
-    """
+    """The launches of a forward. `pipeline`: its first outputs are out, lse and max_scores. `results`: how many of
+    these a call returns. `dynamic`: programs take tiles as they come, and the launch needs counters."""
 
     pipeline: Pipeline
     results: int = 2

@@ -134,14 +134,9 @@ _KEYS_OF_A_TILE = 2
 
 
 class Float32ForwardConfig(NamedTuple):
-    """How the kernel is cut.
-
-    Attributes:
-        chunks, value_chunks: of a row of q and k, at least one for each warpgroup, and of v.
-        staying: chunks of queries of each warpgroup that stay on chip. The others are loaded again for each tile of
-            keys.
-        places: for the tiles that stream to each warpgroup.
-    """
+    """How the kernel is cut. `chunks`, `value_chunks`: of a row of q and k, at least one for each warpgroup, and of v.
+    `staying`: chunks of queries of each warpgroup that stay on chip. The others are loaded again for each tile of keys.
+    `places`: for the tiles that stream to each warpgroup."""
 
     chunks: int
     value_chunks: int
