@@ -9,9 +9,11 @@ from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
     CALLS,
     Meaning,
+    attention_by_definition,
     check_against,
     cumulative,
     normal,
+    packed_by_definition,
     scores_by_definition,
     served,
 )
@@ -34,26 +36,9 @@ OPTIONS = {
 options_and_meaning = pytest.mark.parametrize(("options", "meaning"), OPTIONS.values(), ids=OPTIONS.keys())
 
 
-def definition(q, k, v, meaning, sinks=None, shown=None):
-    """out and lse of a dense call; `sinks` `[heads]`, `shown` bool that broadcasts to the scores."""
-    scores = scores_by_definition(q, k, meaning)
-    if shown is not None:
-        scores = scores.masked_fill(~shown, -math.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
-    blind = scores.isneginf().all(-1, keepdim=True)
-    lse = scores.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind[..., 0], -math.inf)
-    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)[..., : k.shape[1]]
-    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-    return torch.einsum("bhqk,bkhd->bqhd", weights.to(v.dtype), v), lse
-
-
-def packed_definition(q, k, v, lengths_q, lengths_k, meaning, sinks=None):
-    parts = [
-        definition(*(x[None] for x in given), meaning, sinks)
-        for given in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
-    ]
-    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+def showing(shown, **meaning):
+    """A call that sees what `shown` has, bool that broadcasts to the scores."""
+    return Meaning(bias=torch.zeros(shown.shape).masked_fill(~shown, -math.inf), **meaning)
 
 
 @places
@@ -88,7 +73,7 @@ def test_dense(sinks, options, meaning, device, dtype):
     inputs += [normal(4, seed=3)] * sinks
     check_against(
         lambda q, k, v, *sink: flash_attn_func(q, k, v, **options, learnable_sink=sink[0] if sink else None),
-        lambda q, k, v, *sink: definition(q, k, v, meaning, *sink), inputs, device, dtype,
+        lambda q, k, v, *sink: attention_by_definition(q, k, v, meaning, None, *sink), inputs, device, dtype,
     )  # fmt: skip
 
 
@@ -100,8 +85,8 @@ def test_layouts_of_packed_calls(dense_queries, keys, device):
     lengths_q, lengths_k = [6, 6, 6] if dense_queries else [6, 0, 3], [7, 4, 12]
     q, k, v = normal(sum(lengths_q), 4, 16), normal(23, 2, 16, seed=1), normal(23, 2, 16, seed=2)
     meaning = Meaning(causal=True)
-    oracle = packed_definition(q, k, v, lengths_q, lengths_k, meaning)
-    eager = packed_definition(*(x.float() for x in (q, k, v)), lengths_q, lengths_k, meaning)
+    oracle = packed_by_definition(q, k, v, lengths_q, lengths_k, meaning)
+    eager = packed_by_definition(*(x.float() for x in (q, k, v)), lengths_q, lengths_k, meaning)
     given = {} if dense_queries else {"cu_seqlens_q": cumulative(lengths_q, device), "max_seqlen_q": 6}
     q, k, v = (x.float().to(device) for x in (q, k, v))
     used = torch.tensor(lengths_k, dtype=torch.int32, device=device)
@@ -157,7 +142,7 @@ def test_block_sparsity(way, device, dtype):
     q, k, v = normal(2, seq_q, 2, 16), normal(2, seq_k, 1, 16, seed=1), normal(2, seq_k, 1, 16, seed=2)
     check_against(
         lambda q, k, v: flash_attn_func(q, k, v, causal=True, **given)[0],
-        lambda q, k, v: definition(q, k, v, Meaning(causal=True), shown=shown.to(q.device))[0], [q, k, v],
+        lambda q, k, v: attention_by_definition(q, k, v, showing(shown, causal=True))[0], [q, k, v],
         device, dtype,
     )  # fmt: skip
 
@@ -169,7 +154,7 @@ def test_blocks_of_256_queries():
     count, index = lists(layout)
     shown = layout.repeat_interleave(256, 2)[:, :, :400].repeat_interleave(128, 3)[..., :300]
     out, _ = flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensorsTorch(None, None, count, index))
-    assert_same(out, definition(q, k, k, Meaning(), shown=shown)[0])
+    assert_same(out, attention_by_definition(q, k, k, showing(shown))[0])
     with pytest.raises(ValueError, match="block_size: expected blocks of"):
         flash_attn_func(q[:, :100], k, k, block_sparse_tensors=BlockSparseTensorsTorch(None, None, count, index))
     with pytest.raises(ValueError, match="mask_block_cnt, mask_block_idx: expected"):
@@ -245,7 +230,7 @@ def test_parts_put_together():
     q, k = normal(2, 5, 2, 8).float(), normal(2, 12, 2, 8, seed=1).float()
     parts = [flash_attn_func(q, part, part) for part in k.split([7, 5], 1)]
     outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts])
-    expected, expected_lse = definition(q, k, k, Meaning())
+    expected, expected_lse = attention_by_definition(q, k, k, Meaning())
     out, lse = flash_attn_combine(outs, lses)
     assert_same(out, expected)
     assert_same(lse, expected_lse.transpose(1, 2))

@@ -200,7 +200,7 @@ def test_why_a_call_is_not_served(phase, changes, message):
 )  # fmt: skip
 def test_where_parts_of_float32_pay(batch, rows, heads, keys, widest, pay):
     call = Call(batch=batch, seq_q=rows, seq_k=keys, heads=heads, head_dim=widest, head_dim_v=widest)
-    assert parts_pay(machine_code.hopper_call(call)) is pay
+    assert parts_pay(machine_code.described_on_hopper(call)) is pay
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels():
@@ -322,7 +322,7 @@ def _situation(
 
 def _backward_call(head_dim: int, head_dim_v: int, **fields: Any) -> description.Call:
     """The description of a backward."""
-    return machine_code.hopper_call(Call(head_dim=head_dim, head_dim_v=head_dim_v, **fields), "backward")
+    return machine_code.described_on_hopper(Call(head_dim=head_dim, head_dim_v=head_dim_v, **fields), "backward")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
@@ -1789,7 +1789,7 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form, monkeypatch):
             return "descriptor"
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
-    plan, call = hopper_plan(_EVERY_FORWARD[form]), machine_code.hopper_call(_EVERY_FORWARD[form])
+    plan, call = hopper_plan(_EVERY_FORWARD[form]), machine_code.described_on_hopper(_EVERY_FORWARD[form])
     described = forward._moved_tensors(call, configs.forward_config(call), None).values()
     made = [moved.maker()(4096)[0] for moved in described if moved.box is not None]
     assert made and set(made) == {"descriptor"}

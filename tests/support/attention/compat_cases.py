@@ -85,13 +85,17 @@ def scores_by_definition(q: Tensor, k: Tensor, meaning: Meaning) -> Tensor:
 
 
 def attention_by_definition(
-    q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, kept: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, meaning: Meaning, kept: Tensor | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out `[B, Sq, H, D]` and lse `[B, H, Sq]`, by matrices; `kept` bool `[B, H, Sq, Sk]` is the dropout."""
+    """out `[B, Sq, H, D]` and lse `[B, H, Sq]`, by matrices; `kept` bool `[B, H, Sq, Sk]` is the dropout, `sinks` are
+    those of the heads."""
     scores = scores_by_definition(q, k, meaning)
-    blind = scores.isneginf().all(-1)
+    summed = scores
+    if sinks is not None:
+        summed = torch.cat((scores, sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
+    blind = summed.isneginf().all(-1)
     # The gradient of a logsumexp of nothing would be NaN.
-    lse = torch.logsumexp(scores.masked_fill(blind[..., None], 0), -1).masked_fill(blind, -math.inf)
+    lse = torch.logsumexp(summed.masked_fill(blind[..., None], 0), -1).masked_fill(blind, -math.inf)
     weights = (scores - lse.masked_fill(blind, 0)[..., None]).exp()
     if kept is not None:
         weights = weights * kept / (1 - meaning.dropout_p)

@@ -465,7 +465,7 @@ def _strides(shape: tuple[int, ...], row_stride: int | None = None) -> tuple[int
     return (*(rows * row_stride for _ in outer), row_stride, head_dim, 1)
 
 
-def hopper_call(call: Call, phase: Phase = "forward") -> description.Call:
+def described_on_hopper(call: Call, phase: Phase = "forward") -> description.Call:
     """The description of a call on Hopper."""
     multiprocessors = call.multiprocessors if phase == "forward" else 132
     return described_call(phase, call, KNOWN_DEVICES["sm_90"], multiprocessors)
@@ -473,12 +473,12 @@ def hopper_call(call: Call, phase: Phase = "forward") -> description.Call:
 
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
-    return forward_config(hopper_call(call))
+    return forward_config(described_on_hopper(call))
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
     """The plan of a forward of the Hopper kernels."""
-    return hopper_launch.plan_forward(hopper_call(call))
+    return hopper_launch.plan_forward(described_on_hopper(call))
 
 
 def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
@@ -490,7 +490,7 @@ def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
 def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
     """The kernels of a backward on Hopper whose gradients have one each, by what they compute: of wide heads, or of
     float32."""
-    plans = hopper_launch.plan_backward(hopper_call(call, "backward")).pipeline.plans
+    plans = hopper_launch.plan_backward(described_on_hopper(call, "backward")).pipeline.plans
     names = {"begin": "begin", "parts": "parts_q", "dv": "dv", "dk": "dk", "dq": "dq"}
     return {name: plans[of].source for name, of in names.items() if of in plans}
 
