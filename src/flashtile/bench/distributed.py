@@ -91,14 +91,9 @@ Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
 
 
 class Share(NamedTuple):
-    """The tensors and the function of an implementation on one rank.
-
-    Attributes:
-        leaves: q, k and v of this rank, which want gradients, in flashtile's layout.
-        dout: of this rank.
-        forward: computes the output of the leaves.
-        layout: how the sequence is cut.
-    """
+    """The tensors and the function of an implementation on one rank. `leaves`: q, k and v of this rank, which want
+    gradients, in flashtile's layout. `dout`: of this rank. `forward`: computes the output of the leaves. `layout`: how
+    the sequence is cut."""
 
     leaves: tuple[Tensor, ...]
     dout: Tensor

@@ -132,14 +132,9 @@ class ScoreFunction(NamedTuple):
 
 
 class MaskFunction(NamedTuple):
-    """A function of the indices, for sequences of one length.
-
-    Attributes:
-        pattern: flashtile's mask, on a device.
-        visible: the function that a user of FlexAttention writes, on a device where it reads tensors.
-        pairs: how many pairs are visible.
-        parts: lengths of the parts that do not see each other.
-    """
+    """A function of the indices, for sequences of one length. `pattern`: flashtile's mask, on a device. `visible`: the
+    function that a user of FlexAttention writes, on a device where it reads tensors. `pairs`: how many pairs are
+    visible. `parts`: lengths of the parts that do not see each other."""
 
     pattern: Callable[[torch.device], BlockMask]
     visible: Callable[[torch.device], Visible]

@@ -119,14 +119,9 @@ def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """A model made from given weights.
-
-    Attributes:
-        parameters: what is trained.
-        logits: tokens `[B, S]` -> `[B, S, V]`.
-        loss: tokens `[B, S + 1]` -> the mean cross-entropy of each given those before it.
-        train: called with False, it ends dropout, and with True it begins it again.
-    """
+    """A model made from given weights. `parameters`: what is trained. `logits`: tokens `[B, S]` -> `[B, S, V]`. `loss`:
+    tokens `[B, S + 1]` -> the mean cross-entropy of each given those before it. `train`: called with False, it ends
+    dropout, and with True it begins it again."""
 
     parameters: list[Tensor]
     logits: Callable[[Tensor], Tensor]
@@ -254,15 +249,8 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 
 
 class Training(Steps[Tensor]):
-    """Steps on tokens `[B, S + 1]`.
-
-    Args:
-        model: what is trained.
-        tokens: the batch.
-        autocast: products are bfloat16.
-        batch: sequences whose gradients are made at once; None = all.
-        drops: the model has dropout.
-    """
+    """Steps on tokens `[B, S + 1]`. `model`: what is trained. `tokens`: the batch. `autocast`: products are bfloat16.
+    `batch`: sequences whose gradients are made at once; None = all. `drops`: the model has dropout."""
 
     def __init__(
         self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None, drops: bool = False

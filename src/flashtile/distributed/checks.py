@@ -61,14 +61,9 @@ def check_whole(
     block_mask: flashtile.BlockMask | None = None,
 ) -> None:
     """Refuses what `flashtile.attention` refuses of the whole call: it is asked, with tensors that have no memory. The
-    calls for the parts see less: rectangles of a bias, some of the heads, and a band only where it cuts one.
-
-    Args:
-        tensors: of this rank, by their names as arguments.
-        settings: the other arguments.
-        documents: cumulative lengths; empty for a dense call.
-        row_sharded: bias and mask have the rows of the shard.
-    """
+    calls for the parts see less: rectangles of a bias, some of the heads, and a band only where it cuts one. `tensors`:
+    of this rank, by their names as arguments. `settings`: the other arguments. `documents`: cumulative lengths; empty
+    for a dense call. `row_sharded`: bias and mask have the rows of the shard."""
     whole = {}
     for name, tensor in tensors.items():
         if tensor is None:

@@ -47,15 +47,9 @@ H200 = Machine(forward=795e12, backward=633e12, near=240e9, far=40e9, memory=3.8
 
 @dataclass(frozen=True)
 class Load:
-    """An attention call over all ranks.
-
-    Attributes:
-        length: tokens of the whole sequence, queries and keys.
-        heads, heads_kv, head_dim: of the call.
-        causal: half of the pairs are visible; zigzag shares them out evenly.
-        batch: sequences.
-        itemsize: bytes of an element.
-    """
+    """An attention call over all ranks. `length`: tokens of the whole sequence, queries and keys. `heads`, `heads_kv`,
+    `head_dim`: of the call. `causal`: half of the pairs are visible; zigzag shares them out evenly. `batch`: sequences.
+    `itemsize`: bytes of an element."""
 
     length: int
     heads: int = 32

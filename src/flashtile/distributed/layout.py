@@ -33,14 +33,8 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence cut over ranks.
-
-    Attributes:
-        length: tokens of the whole sequence.
-        ring: ranks that cut it by `kind`.
-        kind: "zigzag" or "contiguous".
-        inner: ranks among which each share is cut again, in equal runs.
-    """
+    """A sequence cut over ranks. `length`: tokens of the whole sequence. `ring`: ranks that cut it by `kind`. `kind`:
+    "zigzag" or "contiguous". `inner`: ranks among which each share is cut again, in equal runs."""
 
     length: int
     ring: int

@@ -135,14 +135,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of all ranks.
-
-    Attributes:
-        strategy: its name.
-        problem: what is computed.
-        steps: in order.
-        gathered: keys of the last step are those of all ranks, gathered in the order of the sequence.
-    """
+    """Steps of all ranks. `strategy`: its name. `problem`: what is computed. `steps`: in order. `gathered`: keys of the
+    last step are those of all ranks, gathered in the order of the sequence."""
 
     strategy: str
     problem: Problem

@@ -50,15 +50,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Part:
-    """A record on the page.
-
-    Attributes:
-        named: the record.
-        title: what it is about.
-        common: what all of its cases have.
-        charts: its charts.
-        tables: titles, headings and lines.
-    """
+    """A record on the page. `named`: the record. `title`: what it is about. `common`: what all of its cases have.
+    `charts`: its charts. `tables`: titles, headings and lines."""
 
     named: Named
     title: str

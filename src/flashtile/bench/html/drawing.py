@@ -131,15 +131,9 @@ class LineChart:
 
 @dataclass(frozen=True)
 class DotChart:
-    """For each case a line with a dot for each implementation.
-
-    Attributes:
-        title: what it shows.
-        cases: name of a case -> implementation -> value.
-        unit: of the axis of values.
-        logarithmic: that axis is.
-        level: a vertical line to compare with.
-    """
+    """For each case a line with a dot for each implementation. `title`: what it shows. `cases`: name of a case ->
+    implementation -> value. `unit`: of the axis of values. `logarithmic`: that axis is. `level`: a vertical line to
+    compare with."""
 
     title: str
     cases: Mapping[str, Mapping[str, float]]
@@ -158,14 +152,8 @@ class DotChart:
 
 @dataclass(frozen=True)
 class GridChart:
-    """Cells of two sizes, each with its speed and the share of another's.
-
-    Attributes:
-        title: what it shows.
-        x_label, y_label: of the sizes.
-        unit: of the speeds.
-        cells: (y, x) -> speed and share, which the shade shows.
-    """
+    """Cells of two sizes, each with its speed and the share of another's. `title`: what it shows. `x_label`, `y_label`:
+    of the sizes. `unit`: of the speeds. `cells`: (y, x) -> speed and share, which the shade shows."""
 
     title: str
     x_label: str

@@ -43,14 +43,9 @@ ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plai
 
 @dataclass(frozen=True)
 class Options:
-    """The choices of the user.
-
-    Attributes:
-        text_file: None for Python's own help texts.
-        output: folder for the results.
-        steps: training steps; None to fit the time.
-        pictures: draw them; None to draw them where matplotlib is installed.
-    """
+    """The choices of the user. `text_file`: None for Python's own help texts. `output`: folder for the results.
+    `steps`: training steps; None to fit the time. `pictures`: draw them; None to draw them where matplotlib is
+    installed."""
 
     text_file: Path | None
     output: Path

@@ -31,15 +31,9 @@ _LEAST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Point:
-    """One implementation at one length, forward and backward.
-
-    Attributes:
-        implementation: its name.
-        length: of the sequence.
-        ms: median milliseconds.
-        peak_bytes: beyond q, k, v and dout.
-        first_ms: of the first call, in which the system provides the memory; 0 on a GPU, where it may compile.
-    """
+    """One implementation at one length, forward and backward. `implementation`: its name. `length`: of the sequence.
+    `ms`: median milliseconds. `peak_bytes`: beyond q, k, v and dout. `first_ms`: of the first call, in which the system
+    provides the memory; 0 on a GPU, where it may compile."""
 
     implementation: str
     length: int

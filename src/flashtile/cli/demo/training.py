@@ -30,14 +30,9 @@ _MAX_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Training:
-    """The results of a training.
-
-    Attributes:
-        losses: of each step, in nats for a byte.
-        first_gradients: norms, at the first step, of the weight gradients that make q, k and v, over all layers.
-        tokens_per_second: over all steps but the first ones.
-        peak_bytes: growth of peak memory from before the model was made.
-    """
+    """The results of a training. `losses`: of each step, in nats for a byte. `first_gradients`: norms, at the first
+    step, of the weight gradients that make q, k and v, over all layers. `tokens_per_second`: over all steps but the
+    first ones. `peak_bytes`: growth of peak memory from before the model was made."""
 
     losses: list[float]
     first_gradients: list[float]
