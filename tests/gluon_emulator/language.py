@@ -175,9 +175,7 @@ def _access(pointer: Value, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.broadcast_tensors(pointer.data, as_value(mask).data)  # type: ignore[return-value]
 
 
-def _load(
-    pointer: Value, mask: Any = True, other: Any = None, cache_modifier: str = "", volatile: bool = False
-) -> Value:
+def _load(pointer: Value, mask: Any = True, other: Any = None, volatile: bool = False) -> Value:
     if volatile:
         current().watch(int(pointer.data))
     addresses, where = _access(pointer, mask)
@@ -271,7 +269,6 @@ def _wait(barrier: Barrier, phase: Any) -> None:
     parity = int(as_value(phase).data)
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     current().wait(barrier.passed(parity), f"{caller.f_code.co_name}, line {caller.f_lineno}")  # type: ignore[union-attr]
-    current().learn(barrier)
 
 
 def _expect(barrier: Barrier, count: int) -> None:
@@ -280,22 +277,14 @@ def _expect(barrier: Barrier, count: int) -> None:
 
 def _arrive(barrier: Barrier, count: int = 1) -> None:
     """One thread for all, when all have come so far."""
-    current().arrive(barrier, count)
+    barrier.arrive(count)
     current().let_others_run()
 
 
 def _every_thread_arrives(barrier: Barrier, increment_count: bool = True) -> None:
     assert not increment_count
-    current().arrive_after_copies(barrier)
+    barrier.arrive(current().threads)
     current().let_others_run()
-
-
-def _copy_rows(place: Shared, pointer: Value, mask: Any = True, cache_modifier: str = "") -> None:
-    """Elements at addresses, zeros where masked, to shared memory at some time from now on."""
-    addresses, where = _access(pointer, mask)
-    dtype, memory = pointer.dtype.element_ty, current().machine.memory
-    assert place.shape == list(addresses.shape) and place.dtype is dtype
-    current().copy_rows(lambda: memory.load(addresses, dtype, where), place)
 
 
 # Machine instructions that kernels write themselves.
@@ -315,16 +304,6 @@ def _static_assert(condition: Any) -> None:
 
 def _converted(found: re.Match, dtype: Any, x: Value) -> Value:
     return x.to(dtype)
-
-
-def _widened(found: re.Match, dtype: Any, words: Value, factors: Value | None = None) -> tuple[Value, ...]:
-    """Four numbers of 8 bits in each word, as two words of 16-bit ones."""
-    kind = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}.get(found[1], torch.int8)
-    wide = words.data.contiguous().view(kind).float()
-    if factors is not None:
-        wide = wide * factors.data
-    pairs = wide.to(torch.bfloat16 if found[0].endswith("bf16x2.f32") else torch.float16).view(torch.int32)
-    return tuple(Value(pairs[..., place::2], of, words._layout) for place, of in enumerate(dtype))
 
 
 def _same(found: re.Match, dtype: Any, x: Value) -> Value:
@@ -397,8 +376,6 @@ def _take_number(found: re.Match, dtype: Any, counter: Value) -> Value:
 
 
 _INSTRUCTIONS = {
-    r"(?s)(e4m3x2|e5m2x2|0x4B000000).*cvt\.rn\.(\w+x2)\.f32": _widened,
-    r"(?s)f16x2\.(e4m3x2|e5m2x2) a|(0x64646464)": _widened,
     r"tanh\.approx\.f32": _tanh,
     r"rcp\.approx\.ftz\.f32": _reciprocal,
     r"fma\.rn\.f32": _multiplied_and_added,
@@ -416,12 +393,7 @@ _INSTRUCTIONS = {
 }
 
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
-async_copy = SimpleNamespace(
-    mbarrier_arrive=_every_thread_arrives,
-    async_copy_global_to_shared=_copy_rows,
-    commit_group=lambda: current().commit_copies(),
-    wait_group=lambda groups: current().wait_copies(int(groups)),
-)
+async_copy = SimpleNamespace(mbarrier_arrive=_every_thread_arrives)
 mbarrier = SimpleNamespace(
     MBarrierLayout=_Barriers,
     init=lambda barrier, count: barrier.init(int(count)),

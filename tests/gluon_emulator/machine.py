@@ -40,7 +40,6 @@ class Barrier:
 
     def init(self, count: int) -> None:
         self.count, self.missing, self.bytes, self.phase = count, count, 0, 0
-        self.written: set[Written] = set()
 
     def arrive(self, count: int) -> None:
         assert self.count, "a barrier that was not initialised"
@@ -63,22 +62,6 @@ class Barrier:
     def _complete(self) -> None:
         if not self.missing and not self.bytes:
             self.missing, self.phase = self.count, self.phase + 1
-
-
-class Written:
-    """What threads have written to shared memory: not seen by TMA and products before a fence, of these threads or of
-    those that learned of it from a barrier."""
-
-    def __init__(self, place: Shared) -> None:
-        self._place, self.fenced = place, False
-        place.unfenced.fill_(True)
-        place.stores.append(None)
-
-    def fence(self) -> None:
-        if not self.fenced:
-            self._place.unfenced.fill_(False)
-            self._place.stores.pop()
-        self.fenced = True
 
 
 class NamedBarrier:
@@ -123,20 +106,6 @@ class Copy:
         return True
 
 
-class RowCopies:
-    """Copies that threads have started, and the arrival of these threads at a barrier when all are there."""
-
-    def __init__(self, copies: list[tuple[Callable[[], torch.Tensor], Shared]], barrier: Barrier, threads: int) -> None:
-        self._copies, self._barrier, self._threads = copies, barrier, threads
-
-    def happen(self) -> bool:
-        for load, target in self._copies:
-            target.data.copy_(load())
-            self._barrier.written.add(Written(target))
-        self._barrier.arrive(self._threads)
-        return True
-
-
 class Store:
     """A tile on its way from shared memory to device memory: first it is read, later it is there."""
 
@@ -177,9 +146,7 @@ class Crew:
         self.baton.acquire()
         self.products: list[Product] = []
         self.stores: list[Store] = []
-        self.written: set[Written] = set()
-        self.copies: list[tuple[Callable[[], torch.Tensor], Shared]] = []
-        self.groups: list[list[tuple[Callable[[], torch.Tensor], Shared]]] = []
+        self.unfenced: list[Shared] = []
         self.flags: dict[str, int | None] = {}
         self.over = False
         self.slow = machine.lots.random() < _SLOW
@@ -271,47 +238,16 @@ class Crew:
         self.stores.clear()
 
     def fence(self) -> None:
-        for written in self.written:
-            written.fence()
-        self.written.clear()
+        for part in self.unfenced:
+            part.unfenced.fill_(False)
+            part.stores.pop()
+        self.unfenced.clear()
 
     def write(self, place: Shared, value: torch.Tensor) -> None:
         place.data.copy_(value)
-        self.written.add(Written(place))
-
-    def arrive(self, barrier: Barrier, count: int) -> None:
-        """At a barrier, whose waiters learn of what this crew has written."""
-        barrier.written |= self.written
-        barrier.arrive(count)
-
-    def learn(self, barrier: Barrier) -> None:
-        """After a wait for a barrier: of what was written before it."""
-        barrier.written = {written for written in barrier.written if not written.fenced}
-        self.written |= barrier.written
-
-    def copy_rows(self, load: Callable[[], torch.Tensor], target: Shared) -> None:
-        """Starts a copy by threads."""
-        target.poison()
-        self.copies.append((load, target))
-
-    def commit_copies(self) -> None:
-        self.groups.append(self.copies)
-        self.copies = []
-
-    def wait_copies(self, groups: int) -> None:
-        """Until no more than so many groups of copies are under way."""
-        self.let_others_run()
-        while len(self.groups) > groups:
-            for load, target in self.groups.pop(0):
-                self.write(target, load())
-
-    def arrive_after_copies(self, barrier: Barrier) -> None:
-        """All threads arrive, when the copies that they have started are there."""
-        if self.copies:
-            self.machine.begin(RowCopies(self.copies, barrier, self.threads))
-            self.copies = []
-        else:
-            barrier.arrive(self.threads)
+        place.unfenced.fill_(True)
+        place.stores.append(None)
+        self.unfenced.append(place)
 
 
 def _check_operands(a: Any, b: Shared) -> None:
@@ -340,8 +276,8 @@ class Machine:
 
     def __init__(self, memory: Memory, lots: random.Random, resident: int) -> None:
         self.memory, self.lots, self.resident = memory, lots, resident
-        self._soon: list[Copy | RowCopies | Store] = []
-        self._late: list[Copy | RowCopies | Store] = []
+        self._soon: list[Copy | Store] = []
+        self._late: list[Copy | Store] = []
         self.error: BaseException | None = None
         self._crews: list[Crew] = []
         self._steps = 0
@@ -384,7 +320,7 @@ class Machine:
         self.begin(Copy(lambda: descriptor.load(self.memory, *inside), target, barrier))
         current().let_others_run()
 
-    def begin(self, event: Copy | RowCopies | Store) -> None:
+    def begin(self, event: Copy | Store) -> None:
         (self._late if self.lots.random() < _LATE else self._soon).append(event)
 
     def finish(self, store: Store) -> None:
@@ -424,7 +360,7 @@ class Machine:
                     return drawn
                 self._happen(drawn, events)
 
-    def _happen(self, event: Copy | RowCopies | Store, events: list[Copy | RowCopies | Store]) -> None:
+    def _happen(self, event: Copy | Store, events: list[Copy | Store]) -> None:
         try:
             if event.happen():
                 events.remove(event)

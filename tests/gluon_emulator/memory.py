@@ -184,11 +184,7 @@ class Shared:
         if dtype is self.dtype:
             return self._viewed(lambda data: data.view(-1)[:count].view(shape), layout)
         data = self.data.view(-1).view(dtype.held_as)[:count].view(shape)
-        together = dtype.itemsize // self.dtype.itemsize
-        if not together:
-            return Shared(data, torch.zeros(shape, dtype=torch.bool), [], dtype, layout)
-        unfenced = self.unfenced.view(-1)[: count * together].view(*shape, together)[..., 0]
-        return Shared(data, unfenced, self.stores, dtype, layout)
+        return Shared(data, torch.zeros(shape, dtype=torch.bool), [], dtype, layout)
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.data.clone(), self.dtype, layout)

@@ -36,7 +36,6 @@ uint32 = DType("uint32", torch.int64, 32)
 int64 = DType("int64", torch.int64, 64)
 uint8 = DType("uint8", torch.uint8, 8)
 float8e4nv = DType("float8e4nv", torch.float8_e4m3fn, 8)
-float8e5 = DType("float8e5", torch.float8_e5m2, 8)
 float16 = DType("float16", torch.float16, 16)
 bfloat16 = DType("bfloat16", torch.bfloat16, 16)
 float32 = DType("float32", torch.float32, 32)
@@ -44,12 +43,12 @@ float64 = DType("float64", torch.float64, 64)
 
 #: By the names that Triton's signatures have.
 BY_SIGNATURE = {
-    "fp8e4nv": float8e4nv, "fp8e5": float8e5, "fp16": float16, "bf16": bfloat16, "fp32": float32, "fp64": float64,
+    "fp8e4nv": float8e4nv, "fp16": float16, "bf16": bfloat16, "fp32": float32, "fp64": float64,
     "u8": uint8, "i8": int8, "i16": int16, "i32": int32, "i64": int64,
 }  # fmt: skip
 BY_TORCH = {
     dtype.held_as: dtype
-    for dtype in (float8e4nv, float8e5, float16, bfloat16, float32, float64, uint8, int8, int16, int32, int64)
+    for dtype in (float8e4nv, float16, bfloat16, float32, float64, uint8, int8, int16, int32, int64)
 }
 _INTEGERS = (int1, int8, uint8, int16, int32, uint32, int64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ from flashtile.ops.attention.hopper import cache_launch
 from flashtile.ops.common.split_keys.configs import AttendTiles
 from flashtile.ops.common.split_keys.plan import Cut, SplitCall
 from flashtile.ops.kv_cache import operator, reference
-from flashtile.ops.kv_cache.hopper import backend
+from flashtile.ops.kv_cache.hopper import backend, gather
+from flashtile.ops.kv_cache.hopper.backend import Turns
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch
 from gluon_emulator.hopper import EmulatedHopper
 from support.attention.backend_calls import HOPPER
+from support.attention.gathered import gathered_rows
 from support.attention.kv_cache_cases import CacheCase, check
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
@@ -85,16 +88,21 @@ CASES = {
     "tree": replace(_UNIFORM, page_size=16, tree=True, head_dim=128, head_dim_v=128),
     "trees": replace(_PACKED, page_size=16, tree=True, arguments={"causal": True, "softcap": 5.0}, sinks=True),
     "trees_int8": replace(_PACKED, tree=True, cache_dtype=torch.int8, factors="heads", page_size=1),
+    "turns": replace(_PACKED, page_size=1, entries=None, head_dim=128, head_dim_v=128),
+    "dense_turns": replace(_UNIFORM, cache_dtype=torch.int8, factors="heads", entries=(5, 0, 3, 1)),
     "right": replace(_PACKED, page_size=16, arguments={"window": (None, 40)}),
 }
+
+
+#: Cases whose sequences have their rows gathered in so many turns.
+_TURNS = {"turns": 4, "dense_turns": 4}
 
 
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls of any size are served, also those that leave most of a GPU idle."""
     monkeypatch.setattr(backend, "_LEAST_SHARE", 0)
-    monkeypatch.setattr(backend, "_ROWS_BY_THREADS", 1)
-    monkeypatch.setattr(backend, "_NARROW", 0)
+    monkeypatch.setattr(backend, "_GATHERED_FROM", 1)
     clear_plans()
     yield monkeypatch
     clear_plans()
@@ -117,11 +125,25 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
     any_size.setattr(emulated.modules["cache_launch"], "current_machine", lambda _: machine)
     any_size.setattr(cache_launch, "plan_chunks", emulated.modules["cache_launch"].plan_chunks)
     any_size.setattr(launch, "device_facts", lambda _: HOPPER.facts)
+    any_size.setattr(gather, "plan_gather", functools.partial(_gathered, gather.plan_gather))
     portable = SimpleNamespace(run=lambda *_: _few_queries(CASES[name], *results[-1]))
     any_size.setattr(launch, "split_pipeline", lambda *_: portable)
     any_size.setattr(operator._BACKENDS, "implementation", implementation)
+    _take_turns(name, any_size)
     check(CASES[name], "triton")
-    assert emulated.launched == ["attention_forward_kernel"]
+    assert emulated.launched == ["attention_forward_kernel"] * _TURNS.get(name, 1)
+
+
+def _take_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in _TURNS:
+        monkeypatch.setattr(launch, "gathered_in_turns", lambda _: Turns(1, _TURNS[name]))
+
+
+def _gathered(plan_gather: Any, call: SplitCall, least: int, *others: Any) -> Any:
+    """The portable kernel that gathers is not there either."""
+    planned = plan_gather(call, least, *others)
+    run = functools.partial(gathered_rows, planned, call, least)
+    return SimpleNamespace(call=planned.call, turns=planned.turns, numbered=planned.numbered, run=run)
 
 
 _CALL = SplitCall(
@@ -162,18 +184,30 @@ _STEP = _CALL._replace(
         _CALL._replace(window_left=4095),
         _wide(512),
         _CALL._replace(shape=_STEP.shape, cut=_STEP.cut),
-        _wide(128, page_size=1),
-        _wide(256, page_size=1),
-        _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2),
+        _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((0, 0, 1),) * 2),
         _CALL._replace(window_right=None, tree=(0, 64, 64), index_dtypes=(*_CALL.index_dtypes[:6], torch.uint8)),
     ],
-    ids=["64", "128, window", "512", "invariant tokens", "pages of 1", "256, pages of 1", "8 bits", "tree"],
+    ids=["64", "128, window", "512", "invariant tokens", "gathered", "tree"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
-    planned = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu"), by_threads=backend.loaded_by_threads(call))
+    cpu = torch.device("cpu")
+    gathered = backend.is_gathered(call)
+    if gathered:
+        call = gather.plan_gather(call, 17, Turns(8, 1), cpu).call
+    planned = cache_launch.plan_chunks(call, 8192, 16, cpu, some=gathered)
     source = planned.pipeline.plans["forward"].source
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_machine_code_of_gathering(eight_bits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "multiprocessors", lambda _: HOPPER.multiprocessors)
+    call = _wide(128, page_size=1, total_q=4096)
+    if eight_bits:
+        call = call._replace(page_size=16, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2)
+    planned = gather.plan_gather(call, 64, Turns(8, 1), torch.device("cpu"))
+    check_code(planned.plan.source, "sm_90", check_fit, HOPPER.facts.shared_memory)
 
 
 @pytest.mark.parametrize(("batch", "stages", "residents"), [(4, 6, 1), (8, 2, 2)])
@@ -233,4 +267,5 @@ def _few_queries(case: CacheCase, out: Tensor, lse: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_gpu(name: str, any_size: pytest.MonkeyPatch) -> None:
+    _take_turns(name, any_size)
     check(CASES[name], "triton", "cuda")

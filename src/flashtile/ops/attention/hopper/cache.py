@@ -19,7 +19,7 @@ from flashtile.ops.attention.hopper.primitives import (
     tile_slice,
 )
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
-from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
+from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.common.tiles import box_rows
 
 
@@ -28,12 +28,11 @@ class CacheAddresses(NamedTuple):
 
     Attributes:
         lengths: of the rows of each sequence before any are appended; else all have `length`, which is no address.
-        entries: of the entry of the cache of each sequence.
+        entries: of the entry of the cache of each sequence; negative where it is not served here (`some`).
         table: of the pages of each sequence.
         new_starts: of where the rows that are appended to each sequence begin.
         flags: of some numbers of each query. Sequences of one query that have only 0 there are not served.
-        k, v: of the caches, where threads load them.
-        k_factors, v_factors: of what 8-bit rows are multiplied by.
+        k_factors, v_factors: of what all keys, and all values, of a head are multiplied by.
         tree: of which of the last rows each query sees.
         token_starts: of where the queries of packed sequences begin, if the rows of a tile are the heads of a group
             (`Tokens`).
@@ -45,8 +44,6 @@ class CacheAddresses(NamedTuple):
     table: Any
     new_starts: Any
     flags: Any
-    k: Any
-    v: Any
     k_factors: Any
     v_factors: Any
     tree: Any
@@ -59,12 +56,12 @@ class CacheNumbers(NamedTuple):
     Attributes:
         seq_new: rows that are appended to each sequence; None if `new_starts` says it.
         least: packed sequences of fewer queries are not served here.
+        some: a constant: not all sequences have an entry; else None.
         capacity: rows that a sequence can have.
         stride_table: from the pages of one sequence to those of the next.
         k_apart, v_apart: rows from one entry or page to the next.
         flags: how many of a query; None without.
-        k_stride, k_head, v_stride, v_head: where threads load, words from one row and head to the next.
-        k_factors, v_factors: likewise of the factors; without one of rows if all rows of a head share theirs.
+        k_factors, v_factors: from the factor of one head to the next.
         tree, tree_query, tree_columns: from the tree of one sequence to the next, from one query to the next there, and
             how many columns it has.
         sequences, by_sequence: those of `Tokens`, the latter None or not.
@@ -72,15 +69,12 @@ class CacheNumbers(NamedTuple):
 
     seq_new: Any
     least: Any
+    some: Any
     capacity: Any
     stride_table: Any
     k_apart: Any
     v_apart: Any
     flags: Any
-    k_stride: Any
-    k_head: Any
-    v_stride: Any
-    v_head: Any
     k_factors: Any
     v_factors: Any
     tree: Any
@@ -104,21 +98,14 @@ class Tokens(NamedTuple):
     by_sequence: bool
 
 
-#: The kernel's names of 8-bit rows.
-_WIDENED: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "s8"}
-
-
 class CachedRows(NamedTuple):
-    """Both of them, and the constants: rows of a page, 0 without pages; boxes of the descriptors in a tile of keys;
-    registers of the threads that load (`cache_rows.load_rows`), 0 where TMA does; and "e4m3", "e5m2" or "s8" for
-    8-bit rows, else ""."""
+    """Both of them, and the constants: rows of a page, 0 without pages, and boxes of the descriptors in a tile of
+    keys."""
 
     addresses: CacheAddresses
     numbers: CacheNumbers
     page_size: int
     loads: int
-    registers: int
-    widened: str
 
     @staticmethod
     def from_call(
@@ -126,18 +113,13 @@ class CachedRows(NamedTuple):
         block_n: int,
         most_left: int,
         flags: int | None = None,
-        registers: int = 0,
         tokens: Tokens | None = None,
+        some: bool = False,
     ) -> "CachedRows":
         """Describes the cache for a kernel with tiles of so many keys. `most_left`: packed sequences of up to so many
-        queries are left to another kernel. `flags`: as in `CacheNumbers`."""
+        queries are left to another kernel. `flags`, `some`: as in `CacheNumbers`."""
         lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
-        (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
-        words = torch.int32 if registers else None
-        of_word = torch.int32.itemsize // call.cache_itemsize
-        # A thread copies 16 bytes at a time, if rows allow it.
-        wide = of_word == 2 or all(stride % 16 == 0 for strides in call.cache_strides for stride in strides)
-        together = 4 if wide else 2
+        (k_outer, k_row, _), (v_outer, v_row, _) = call.cache_strides
         factors = dict(zip("kv", call.descale_strides))
         addresses = CacheAddresses(
             lengths=pointer_to(lengths),
@@ -146,8 +128,6 @@ class CachedRows(NamedTuple):
             table=pointer_to(table),
             new_starts=pointer_to(new_starts),
             flags=pointer_to(None if flags is None else torch.int32),
-            k=pointer_to(words, 4 * together),
-            v=pointer_to(words, 4 * together),
             **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
             tree=pointer_to(tree),
             token_starts=pointer_to(None if tokens is None else tokens.dtype),
@@ -156,25 +136,20 @@ class CachedRows(NamedTuple):
         numbers = CacheNumbers(
             seq_new=int32(call.seq_new if new_starts is None else None),
             least=int32(None if starts is None else most_left + 1),
+            some=some or None,
             capacity=int32(call.capacity),
             stride_table=int64(call.stride_table if call.page_size else None),
             k_apart=int32(k_outer // k_row),
             v_apart=int32(v_outer // v_row),
             flags=int32(flags),
-            k_stride=int32(k_row // of_word if registers else None, together),
-            k_head=int64(k_head // of_word if registers else None, together),
-            v_stride=int32(v_row // of_word if registers else None, together),
-            v_head=int64(v_head // of_word if registers else None, together),
-            **{f"{of}_factors": factor_strides(each) for of, each in factors.items()},
+            **{f"{of}_factors": int64(None if each is None else each[-1]) for of, each in factors.items()},
             tree=int64(of_sequence),
             tree_query=int64(of_query),
             tree_columns=int32(columns),
             sequences=int32(None if tokens is None else tokens.sequences),
             by_sequence=int32(1 if tokens is not None and tokens.by_sequence else None),
         )
-        loads = 0 if registers else block_n // box_rows(call.page_size, block_n)
-        widened = _WIDENED.get(call.cache_dtype, "") if registers else ""
-        return CachedRows(addresses, numbers, call.page_size, loads, registers, widened)
+        return CachedRows(addresses, numbers, call.page_size, block_n // box_rows(call.page_size, block_n))
 
 
 def load_shares(loads: int) -> int:
@@ -239,11 +214,15 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
     total = rows_in_cache(cache.lengths, sequence, cache.length, new, numbers.capacity)
     if PACKED or cache.token_starts is not None:
         total = gl.where(somebody, total, 0)
+    place = sequence_place(sequence, cache, numbers, sequences)
+    if numbers.some is not None:
+        length = gl.where(somebody & (place.k_begin < 0), 0, length)
+        place = KeyPlace(gl.maximum(place.k_begin, 0), gl.maximum(place.v_begin, 0))
     of_tile = at.sequence
     if cache.token_starts is not None:
         of_tile = query
     located = LocatedTile(of_tile, at.head, at.first, at.begin, length, 0, total)
-    return located, sequence_place(sequence, cache, numbers, sequences)
+    return located, place
 
 
 @gluon.jit
@@ -289,18 +268,20 @@ def sequence_place(sequence, cache, numbers, batch):
     if cache.table is not None:
         place = sequence_pages(sequence, cache, numbers, batch)
     else:
-        entry = sequence_entry(sequence, cache)
+        entry = sequence
+        if cache.entries is not None:
+            entry = gl.load(cache.entries + sequence).to(gl.int32)
         place = KeyPlace(entry * numbers.k_apart, entry * numbers.v_apart)
     return place
 
 
 @gluon.jit
-def sequence_entry(sequence, cache):
-    """The entry of the cache that a sequence has."""
-    entry = sequence
-    if cache.entries is not None:
-        entry = gl.load(cache.entries + sequence).to(gl.int32)
-    return entry
+def cache_factor(pointer, stride, head):
+    """The factor of a key/value head; None where there is none."""
+    factor = None
+    if pointer is not None:
+        factor = gl.load(pointer + head * stride)
+    return factor
 
 
 @gluon.jit

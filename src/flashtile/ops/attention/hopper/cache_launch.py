@@ -17,15 +17,10 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CachedRows, Tokens
-from flashtile.ops.attention.hopper.cache_rows import AHEAD
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
-    HopperConfig,
     alone_with_stages,
-    column_chunks,
     forward_config,
-    shared_memory,
-    value_chunks,
     value_parts,
     with_all_stages,
 )
@@ -73,8 +68,8 @@ def plan_chunks(
     most_left: int,
     device: torch.device,
     flags: int | None = None,
-    by_threads: bool = False,
     by_sequence: bool = False,
+    some: bool = False,
 ) -> CacheForward:
     """Everything that can be decided before the tensors' contents are known.
 
@@ -84,8 +79,8 @@ def plan_chunks(
         most_left: packed sequences of up to so many queries are left to another kernel.
         flags: the launch is given so many numbers of each query, last before the length, and computes those sequences
             that have another than 0 there; None: all.
-        by_threads: threads load the rows, not TMA.
         by_sequence: only the packed sequences of one query, whose heads of a group are the rows of a tile.
+        some: sequences with a negative entry are left out.
     """
     starts = call.index_dtypes[4]
     results = shaped_results(call)
@@ -94,9 +89,6 @@ def plan_chunks(
     # A tree hides keys on the right, as a causal mask does.
     right = described.spec.window_right if call.tree is None else 0
     config = forward_config(described._replace(spec=described.spec._replace(window_right=right)))
-    registers = 0
-    if by_threads:
-        config, registers = _by_threads(config, call)
     tokens = None
     if by_group := by_sequence or (call.shape[1] == 1 and call.cut is not None and call.heads_may_be_rows):
         tokens = None if starts is None else Tokens(starts, call.shape[0], by_sequence)
@@ -113,7 +105,7 @@ def plan_chunks(
         # 171 µs, of 64 193 to 170.
         config = alone_with_stages(config, *described.head_dims)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
-    rows = CachedRows.from_call(call, config.block_n, most_left, flags, registers, tokens)
+    rows = CachedRows.from_call(call, config.block_n, most_left, flags, tokens, some)
     dynamic = tiles * lines > programs
     kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
     kernel = kernel._replace(buffers=dict.fromkeys(("cu_seqlens_k", "token_starts"), "cu_seqlens_q"))
@@ -253,43 +245,6 @@ def describe_over_cache(call: SplitCall, outer: int, device: torch.device) -> Ca
         machine=current_machine(device),
         device=device,
     )
-
-
-#: (widest head_dim, widest head_dim_v, cut) where threads load the rows. As many of the stages are there as fit. Tiles
-#: of half the keys of other calls come in smaller pieces, which hides more of the time that copies take.
-_LOADED = HopperConfig(
-    consumers=2, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32
-)
-_BY_THREADS = (
-    (96, 96, _LOADED._replace(in_turn=True)),
-    (192, 192, _LOADED),
-    (256, 256, _LOADED._replace(block_n=32, ahead=16, in_turn=True)),
-)
-#: Registers of a thread that copies, and of one that widens 8 bits, which consumers have fewer for.
-_COPYING, _WIDENING = 40, 72
-#: With a single consumer there are fewer threads.
-_ALONE: dict[str, Any] = {"consumers": 1, "in_turn": False, "registers": 240, "max_registers": 168}
-
-
-def _by_threads(config: HopperConfig, call: SplitCall) -> tuple[HopperConfig, int]:
-    """The cut where threads load the rows, and their registers; `config`: where TMA does."""
-    *_, head_dim, head_dim_v = call.shape
-    row = next(row for heads, heads_v, row in _BY_THREADS if head_dim <= heads and head_dim_v <= heads_v)
-    registers = _COPYING
-    if call.cache_itemsize == 1:
-        registers = _WIDENING
-        row = row._replace(registers=row.registers - (_WIDENING - _COPYING) // 2)
-        row = row._replace(reserved=_copied_ahead(row.block_n, head_dim, head_dim_v))
-    if config.consumers == 1:
-        row = row._replace(**_ALONE)
-    cuts = (row._replace(stages=stages) for stages in range(row.stages, 0, -1))
-    return next(cut for cut in cuts if shared_memory(cut, head_dim, head_dim_v) <= cut.room), registers
-
-
-def _copied_ahead(block_n: int, head_dim: int, head_dim_v: int) -> int:
-    """Bytes of shared memory for tiles of 8 bits that are copied ahead, with a factor of each row."""
-    widths = sum(column_chunks(head_dim)), sum(value_chunks(head_dim_v))
-    return AHEAD.value * block_n * sum(width + 4 for width in widths)
 
 
 #: The indices that a run of steps is given, in order.

@@ -54,7 +54,6 @@ class HopperConfig(NamedTuple):
         in_turn: consumers start their products one after the other.
         bias_by_tma: TMA brings the tiles of a bias with the keys.
         resident: programs on a multiprocessor, which share its memory and registers.
-        reserved: bytes of shared memory for what a call over a cache has there beside.
     """
 
     consumers: int
@@ -67,12 +66,11 @@ class HopperConfig(NamedTuple):
     in_turn: bool = False
     bias_by_tma: bool = False
     resident: int = 1
-    reserved: int = 0
 
     @property
     def room(self) -> int:
         """Bytes of shared memory that a program may use. Each takes one KiB in addition."""
-        return (SHARED_MEMORY + 1024) // self.resident - 1024 - self.reserved
+        return (SHARED_MEMORY + 1024) // self.resident - 1024
 
     @property
     def block_m(self) -> int:

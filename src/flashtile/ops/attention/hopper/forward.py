@@ -46,7 +46,6 @@ from flashtile.ops.attention.gpu.parameters import (
 )
 from flashtile.ops.attention.gpu.score_writer import score_bounds
 from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
-from flashtile.ops.attention.hopper.cache_rows import make_loaded_rows
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -61,7 +60,6 @@ from flashtile.ops.attention.hopper.configs import (
 from flashtile.ops.attention.hopper.forward_producer import (
     Rings,
     key_slot,
-    load_rows,
     load_share,
     produce,
     receive_query_tile,
@@ -148,8 +146,6 @@ class KernelConfig:
     CACHED: gl.constexpr
     PAGE_SIZE: gl.constexpr
     SHARES: gl.constexpr
-    BY_THREADS: gl.constexpr
-    WIDENED: gl.constexpr
     KEY_LENGTHS: gl.constexpr
     MASK_ENDS_KEYS: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -287,19 +283,16 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr, WIDENED: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
+    TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
     SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `parameters.CallConstants`.
     `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. Boxes of the descriptors, of
-    which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `LOADER_REGISTERS`: of the
-    threads that load keys and values of so many columns (`HEAD_DIM`, `HEAD_DIM_V`) where TMA does not, without
-    descriptors; else 0. `WIDENED`: of
-    `CachedRows`. `counter_ptr`: two zeros, through which
-    thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries comes next,
-    because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last one that it
-    shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of (`start_scores`).
+    which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `counter_ptr`: two zeros,
+    through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries
+    comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last
+    one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of
+    (`start_scores`).
     `VALUE_PARTS`: so many tiles of the same rows have a part of the values' columns each. `SCORE_FUNCTION`,
     `SCORE_READS`: the user's, and what it reads (`modifiers`). `max_scores_ptr`: the largest score of each row. A
     parameter that a call does not need is None.
@@ -316,8 +309,6 @@ def attention_forward_kernel(
         CACHED=CACHED,
         PAGE_SIZE=PAGE_SIZE,
         SHARES=SHARES,
-        BY_THREADS=LOADER_REGISTERS > 0,
-        WIDENED=WIDENED,
         KEY_LENGTHS=problem.side.key_lengths is not None,
         MASK_ENDS_KEYS=MASK_ENDS_KEYS,
         HAS_LEFT=constants.HAS_LEFT,
@@ -343,10 +334,6 @@ def attention_forward_kernel(
         bias=MovedBias(bias_desc, problem.numbers.bias),
     )
     keys = tensors.k
-    values = tensors.v
-    if LOADER_REGISTERS > 0:
-        keys = tensors.q
-        values = tensors.out
     k_tail = None
     if STAGES == 1 and k_tail_desc is not None:
         keys = Chunks(k_desc, None)
@@ -357,17 +344,9 @@ def attention_forward_kernel(
     q_ring = make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS)
     k_ring = make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES)
     v_ring = make_ring(
-        values, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES,
-        OWN=CACHED and constants.HAS_LEFT and LOADER_REGISTERS == 0,
+        tensors.v, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES, OWN=CACHED and constants.HAS_LEFT
     )  # fmt: skip
-    loaded_k = None
-    loaded_v = None
-    if LOADER_REGISTERS > 0:
-        loaded_k = make_loaded_rows(k_ring, problem.cache.k_factors, problem.cache_numbers.k_factors, WIDENED)
-        loaded_v = make_loaded_rows(v_ring, problem.cache.v_factors, problem.cache_numbers.v_factors, WIDENED)
-    rings = Rings(
-        q=q_ring, k=k_ring, k_tail=k_tail, v=v_ring, bias=bias_tiles, loaded_k=loaded_k, loaded_v=loaded_v
-    )  # fmt: skip
+    rings = Rings(q=q_ring, k=k_ring, k_tail=k_tail, v=v_ring, bias=bias_tiles)
     out_tiles = None
     if OUT_PLACES > 0:
         out_tiles = make_out_tiles(tensors.out, config)
@@ -378,34 +357,13 @@ def attention_forward_kernel(
         lse_ptr=lse_ptr,
         max_scores_ptr=max_scores_ptr,
     )
-    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0, SHARES - 1 if LOADER_REGISTERS == 0 else 4)
+    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0, SHARES - 1)
     tile_info = None
     if TILE_K > 0:
         tile_info = make_tile_info(STAGES)
     blocks = BlockMask(lists=BlockLists(problem.side.block_lists, problem.numbers.blocks), tile_info=tile_info)
     fence_async_shared()
-    if CONSUMERS == 1 and LOADER_REGISTERS > 0:
-        gl.warp_specialize(
-            [
-                (consume, (0, config, queue, rings, output, problem, blocks)),
-                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
-                (load_rows, (config, queue, rings, problem, HEAD_DIM, HEAD_DIM_V)),
-            ],
-            [1, 4],
-            [PRODUCER_REGISTERS, LOADER_REGISTERS],
-        )
-    elif LOADER_REGISTERS > 0:
-        gl.warp_specialize(
-            [
-                (consume, (0, config, queue, rings, output, problem, blocks)),
-                (consume, (1, config, queue, rings, output, problem, blocks)),
-                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
-                (load_rows, (config, queue, rings, problem, HEAD_DIM, HEAD_DIM_V)),
-            ],
-            [4, 1, 4],
-            [REGISTERS, PRODUCER_REGISTERS, LOADER_REGISTERS],
-        )
-    elif CONSUMERS == 1 and SHARES == 1:
+    if CONSUMERS == 1 and SHARES == 1:
         gl.warp_specialize(
             [
                 (consume, (0, config, queue, rings, output, problem, blocks)),
@@ -724,7 +682,6 @@ def forward_kernel(
     covered = call.is_covered(config.block_m, config.block_n)
     side = side_parameters(call, covered=covered, by_column=False, staged=True, group=call.group)
     bounds = score_bounds(call) if covered else None
-    by_threads = cache is not None and cache.registers > 0
     parameters = {
         **_moved_tensors(call, config, cache),
         "lse_ptr": pointer_to(torch.float32),
@@ -742,13 +699,10 @@ def forward_kernel(
         "CACHED": cache is not None,
         "PAGE_SIZE": 0 if cache is None else cache.page_size,
         "SHARES": 1 if cache is None or config.stages == 1 else load_shares(cache.loads),
-        "LOADER_REGISTERS": cache.registers if cache is not None else 0,
-        "WIDENED": "" if cache is None else cache.widened,
-        **dict(zip(("HEAD_DIM", "HEAD_DIM_V"), call.head_dims if by_threads else (0, 0))),
         "TOP_LEFT": spec.banded and spec.top_left,
         # A table may be larger than keys and values: thread blocks that read the same part run at the same time.
         "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_is_shared_by_batch, (aux.bias, aux.mask))),
-        "SCORE_COLUMNS": min(score_columns(call.head_dims[0], dtype), 128 if by_threads else 256),
+        "SCORE_COLUMNS": score_columns(call.head_dims[0], dtype),
         "VALUE_PARTS": value_parts(call.head_dims[1]),
         "MASK_ENDS_KEYS": aux.mask is not None and aux.mask.by_key,
         "SCORE_FUNCTION": None if spec.score_program is None else gluon_function(spec.score_program, bounds),
@@ -764,10 +718,7 @@ def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -
     chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
     bounded, keys = call.bounded, config.block_n
     if cache is not None:
-        bounded, keys = True, keys // cache.loads if cache.loads else 0
-        if cache.registers:
-            # A product of 256 columns is compiled with more registers than so many threads have at the start.
-            chunks, chunks_v = ((128, 128) if widths == (256, 0) else widths for widths in (chunks, chunks_v))
+        bounded, keys = True, keys // cache.loads
     buffer, v_strides = ("wide_v", contiguous_strides(v.shape)) if dtype is FP8 else ("v", v.strides)
     out_strides = contiguous_strides(call.out_shape)
     moved = {}
@@ -779,7 +730,7 @@ def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -
     ):
         layout = row_layout(shape, strides, ends)
         for part, width in zip(("", "_tail"), widths):
-            box = ((1, 1) if ends else (1,)) + (rows, 1, width) if width and rows else None
+            box = ((1, 1) if ends else (1,)) + (rows, 1, width) if width else None
             moved[f"{name}{part}_desc"] = TmaTensor(of, of_type, box, layout)
     # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.
     by_bias = None if bias is None else broadcast_layout(bias.shape, bias.strides, nan_outside=True)

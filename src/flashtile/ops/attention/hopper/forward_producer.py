@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import async_copy, gl, gluon
+from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.hopper.cache import (
     KeyPlace,
     KeyTile,
@@ -10,20 +10,7 @@ from flashtile.ops.attention.hopper.cache import (
     clear_rows,
     load_boxes,
     locate_in_cache,
-    sequence_entry,
-    sequence_place,
     tile_pages,
-)
-from flashtile.ops.attention.hopper.cache_rows import (
-    AHEAD,
-    RowSource,
-    SeenRows,
-    copy_ahead,
-    copy_rows,
-    head_factors,
-    look_up,
-    pass_on,
-    put_rows,
 )
 from flashtile.ops.attention.hopper.modifiers import (
     TILE_KIND,
@@ -62,16 +49,13 @@ from flashtile.ops.attention.hopper.schedule import (
 class Rings(NamedTuple):
     """Tiles of queries (64 rows for each consumer), keys and values, which the producer fills and consumers empty.
     `k_tail`: the second chunk of keys, where it is released apart from the first (ONE_STAGE); else None. `bias`: the
-    tiles of a bias that TMA brings, one for each consumer, which come and go with the keys (`tables`); else None.
-    `loaded_k`, `loaded_v`: `cache_rows.LoadedRows` where threads load; else None."""
+    tiles of a bias that TMA brings, one for each consumer, which come and go with the keys (`tables`); else None."""
 
     q: Any
     k: Any
     k_tail: Any
     v: Any
     bias: Any
-    loaded_k: Any
-    loaded_v: Any
 
 
 class QueryTile(NamedTuple):
@@ -153,86 +137,6 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
 
 
 @gluon.jit
-def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr):
-    """A warpgroup that loads keys and values where TMA does not (`cache_rows`)."""
-    N: gl.constexpr = rings.k.ROWS
-    ALIKE: gl.constexpr = rings.v.WIDTH == rings.k.WIDTH and rings.v.TAIL == rings.k.TAIL
-    cache = problem.cache
-    numbers = problem.cache_numbers
-    tiles_received = 0
-    key_tiles = 0
-    tile = receive_query_tile(queue, tiles_received, config)
-    while tile.first >= 0:
-        tiles_received += 1
-        keys = tile.seq_k
-        seq_q = tile.seq_q if config.PACKED else problem.rows_q
-        visited = visited_keys(tile.first, seq_q, keys, keys, problem, config, N)
-        sequence = gl.minimum(tile.sequence, problem.batch - 1)
-        head = tile.head // problem.group
-        place = sequence_place(sequence, cache, numbers, problem.batch)
-        entry = 0
-        if config.PAGE_SIZE == 0 and cache.k_factors is not None:
-            entry = sequence_entry(sequence, cache)
-        seen = SeenRows(first_seen_row(seq_q, keys, problem, config), keys, place.table)
-        k_source = RowSource(
-            cache.k + (gl.to_tensor(place.k_begin).to(gl.int64) * numbers.k_stride + head * numbers.k_head),
-            head_factors(cache.k_factors, numbers.k_factors, entry, head),
-            numbers.k_stride,
-            numbers.k_apart,
-            numbers.k_factors,
-        )
-        v_source = RowSource(
-            cache.v + (gl.to_tensor(place.v_begin).to(gl.int64) * numbers.v_stride + head * numbers.v_head),
-            head_factors(cache.v_factors, numbers.v_factors, entry, head),
-            numbers.v_stride,
-            numbers.v_apart,
-            numbers.v_factors,
-        )
-        FACTORS: gl.constexpr = k_source.factors is not None or v_source.factors is not None
-        row = (visited.end - 1) * N
-        k_rows = look_up(rings.k, row, seen, config, FACTORS)
-        v_rows = k_rows
-        if not ALIKE:
-            v_rows = look_up(rings.v, row, seen, config, FACTORS)
-        if config.WIDENED == "":
-            for _ in range(visited.begin, visited.end):
-                slot = rings.k.slot(key_tiles)
-                row -= N
-                next_rows = look_up(rings.k, row, seen, config, FACTORS)
-                copy_rows(k_source, rings.k, slot, rings.loaded_k.arrived, k_rows, seen, config, HEAD_DIM=HEAD_DIM)
-                copy_rows(v_source, rings.v, slot, rings.loaded_v.arrived, v_rows, seen, config, HEAD_DIM=HEAD_DIM_V)
-                k_rows = next_rows
-                v_rows = k_rows
-                if not ALIKE:
-                    v_rows = look_up(rings.v, row, seen, config, FACTORS)
-                key_tiles += 1
-        else:
-            for first in gl.static_range(AHEAD):
-                copy_ahead(k_source, rings.k, rings.loaded_k, first, k_rows, seen, config, HEAD_DIM=HEAD_DIM)
-                copy_ahead(v_source, rings.v, rings.loaded_v, first, v_rows, seen, config, HEAD_DIM=HEAD_DIM_V)
-                row -= N
-                k_rows = look_up(rings.k, row, seen, config, FACTORS)
-                v_rows = k_rows
-                if not ALIKE:
-                    v_rows = look_up(rings.v, row, seen, config, FACTORS)
-            for done in range(0, visited.end - visited.begin):
-                slot = rings.k.slot(key_tiles)
-                ahead = done % AHEAD
-                put_rows(k_source, rings.k, slot, rings.loaded_k, ahead, config)
-                copy_ahead(k_source, rings.k, rings.loaded_k, ahead, k_rows, seen, config, HEAD_DIM=HEAD_DIM)
-                row -= N
-                k_rows = look_up(rings.k, row, seen, config, FACTORS)
-                put_rows(v_source, rings.v, slot, rings.loaded_v, ahead, config)
-                copy_ahead(v_source, rings.v, rings.loaded_v, ahead, v_rows, seen, config, HEAD_DIM=HEAD_DIM_V)
-                v_rows = k_rows
-                if not ALIKE:
-                    v_rows = look_up(rings.v, row, seen, config, FACTORS)
-                key_tiles += 1
-            async_copy.wait_group(0)
-        tile = receive_query_tile(queue, tiles_received, config)
-
-
-@gluon.jit
 def produce_tile(number, tiles_published, key_tiles, producer):
     """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
     key tiles were loaded, and the number of the next tile."""
@@ -291,56 +195,49 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             rings.q.fill(slot, tensors.q, queries, at.first + which * M, config.PACKED)
         tiles_published += 1
         visited = visited_keys(at.first, at.length, at.other_length, keys, problem, config, N)
-        if config.BY_THREADS:
-            for _ in range(visited.begin, visited.end):
-                slot = rings.k.slot(key_tiles)
-                pass_on(rings.k, rings.loaded_k.arrived, slot)
-                pass_on(rings.v, rings.loaded_v.arrived, slot)
-                key_tiles += 1
-        else:
-            key_begin = visited.begin
-            key_end = visited.end
+        key_begin = visited.begin
+        key_end = visited.end
+        if config.TILE_Q > 0:
+            key_begin = 0
+            key_end = gl.maximum(listed, 1)
+        column = value_column(part, rings, config)
+        seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
+        row_before = 0
+        for done in range(0, key_end - key_begin):
+            n = key_end - 1 - done
             if config.TILE_Q > 0:
-                key_begin = 0
-                key_end = gl.maximum(listed, 1)
-            column = value_column(part, rings, config)
-            seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
-            row_before = 0
-            for done in range(0, key_end - key_begin):
-                n = key_end - 1 - done
-                if config.TILE_Q > 0:
-                    n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
-                row = n * N
-                slot = key_slot(rings, key_tiles)
-                pages = (0,)
-                if config.PAGE_SIZE > 0:
-                    pages = box_pages(tensors.k.main, row, keys, place.table, config, N, 0)
-                rings.k.wait_empty(slot)
-                if config.TILE_Q > 0:
-                    write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
-                    write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
-                head = at.head // problem.group
-                k_head = HeadRows(at.sequence, head, place.k_begin, keys)
-                v_head = HeadRows(at.sequence, head, place.v_begin, keys)
-                load_keys(slot, KeyTile(k_head, row, pages, place.k_apart), at, rings, tensors, config, 0)
-                if config.ONE_STAGE:
-                    # Keys become free before the values of the tile before, so they are loaded before these.
-                    if done > 0:
-                        before = key_slot(rings, key_tiles - 1)
-                        pages = (0,)
-                        if config.PAGE_SIZE > 0:
-                            pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
-                        v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
-                        load_values(before, v_tile, column, seen, rings, tensors, config, SHARE=0)
-                    row_before = row
-                else:
-                    v_tile = KeyTile(v_head, row, pages, place.v_apart)
-                    load_values(slot, v_tile, column, seen, rings, tensors, config, SHARE=0)
-                key_tiles += 1
+                n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
+            row = n * N
+            slot = key_slot(rings, key_tiles)
+            pages = (0,)
+            if config.PAGE_SIZE > 0:
+                pages = box_pages(tensors.k.main, row, keys, place.table, config, N, 0)
+            rings.k.wait_empty(slot)
+            if config.TILE_Q > 0:
+                write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
+                write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
+            head = at.head // problem.group
+            k_head = HeadRows(at.sequence, head, place.k_begin, keys)
+            v_head = HeadRows(at.sequence, head, place.v_begin, keys)
+            load_keys(slot, KeyTile(k_head, row, pages, place.k_apart), at, rings, tensors, config, 0)
+            if config.ONE_STAGE:
+                # Keys become free before the values of the tile before, so they are loaded before these.
+                if done > 0:
+                    before = key_slot(rings, key_tiles - 1)
+                    pages = (0,)
+                    if config.PAGE_SIZE > 0:
+                        pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
+                    v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
+                    load_values(before, v_tile, column, seen, rings, tensors, config, SHARE=0)
+                row_before = row
+            else:
+                v_tile = KeyTile(v_head, row, pages, place.v_apart)
+                load_values(slot, v_tile, column, seen, rings, tensors, config, SHARE=0)
+            key_tiles += 1
         # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
         # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
         following = next_number(number, producer.counter_ptr, problem.dynamic)
-        if config.ONE_STAGE and not config.BY_THREADS:
+        if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             v_head = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
             pages = (0,)

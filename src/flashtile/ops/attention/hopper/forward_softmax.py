@@ -41,7 +41,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.cache_rows import cache_factor
+from flashtile.ops.attention.hopper.cache import cache_factor
 from flashtile.ops.attention.hopper.modifiers import (
     FULL,
     LEAST_UNIT,
@@ -405,7 +405,7 @@ class FunctionInputs(NamedTuple):
 def score_factor(problem, sequence, head, exists, config):
     """The factor of the scores of a head of 8-bit inputs, or of keys in a cache; None for others."""
     factor = None
-    if config.BY_THREADS:
+    if config.CACHED:
         factor = cache_factor(problem.cache.k_factors, problem.cache_numbers.k_factors, head // problem.group)
     if config.EIGHT_BITS:
         side = problem.side
@@ -576,7 +576,7 @@ def store_statistics(softmax, rows, view, part, problem, output, config):
         descales = problem.numbers.descales
         exists = rows.sequence < problem.batch
         own *= load_descale(side.descale_v, descales.v, descales.group, rows.sequence, rows.head, exists)
-    if config.BY_THREADS:
+    if config.CACHED:
         factor = cache_factor(problem.cache.v_factors, problem.cache_numbers.v_factors, rows.head // problem.group)
         if factor is not None:
             own *= factor

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 #: Whether something holds, and the reason for which a call is not served where it does not.
 _Condition = tuple[bool, str]
 
-#: Query rows of a tile, and columns of a head at most, of the forward of attention; the latter also where threads load.
-_QUERY_ROWS, _WIDEST, _WIDEST_BY_THREADS = 64, 512, 256
+#: Query rows of a tile, and columns of a head at most, of the forward of attention.
+_QUERY_ROWS, _WIDEST = 64, 512
 #: Multiprocessors with a tile of the forward at least, as a share of all: with fewer at work, keys are to be split.
 _LEAST_SHARE = 0.5
 #: Keys of a tile.
 _TILE = 64
-#: Where threads load rows: the queries of a sequence from which on the forward is faster, and the columns of a head up
-#: to which the portable kernel is.
-_ROWS_BY_THREADS, _NARROW = 128, 64
+#: Where rows are gathered first: the queries of a sequence from which on that is faster, bytes of the gathered rows at
+#: most, and how often sequences may have to take turns for these.
+_GATHERED_FROM, _WORKSPACE, _MOST_TURNS = 64, 2**30, 32
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
 #: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,
 #: rows of a tile, and columns of a head.
 _FEW_PAIRS, _STEP_ROWS, _STEP_WIDEST = 0.5, 16, 256
-#: Elements of which strides are multiples: those that TMA moves and those that a thread loads.
+#: Elements of which strides are multiples: those that TMA moves.
 _TOGETHER = 8
 #: Rows of the cache that a copy moves at least: those that are swizzled together.
 _LEAST_BOX = 8
@@ -74,10 +74,10 @@ def _consecutive(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def most_left(call: SplitCall) -> int:
-    """Queries of a sequence up to which the portable kernel serves it: those that fill one of its tiles, or too few for
-    one of the forward's where threads load."""
+    """Queries of a sequence up to which the portable kernel serves it: those that fill one of its tiles, or too few to
+    gather rows for them."""
     _, _, heads, heads_kv, *_ = call.shape
-    least = _ROWS_BY_THREADS - 1 if loaded_by_threads(call) else 1
+    least = _GATHERED_FROM - 1 if is_gathered(call) else 1
     return max(_QUERY_ROWS * heads_kv // heads, least)
 
 
@@ -94,8 +94,6 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
         return "so few queries fill one tile of the portable kernel"
     if call.num_splits:
         return "it does not split keys"
-    if loaded_by_threads(call) and max(call.shape[-2:]) <= _NARROW:
-        return f"for heads up to {_NARROW} columns the portable kernel loads such rows sooner"
     if tiles < _LEAST_SHARE * multiprocessors:
         return "for so few tiles keys are split"
     return unreadable_by_forward(call)
@@ -164,41 +162,59 @@ def mixes_tokens(call: SplitCall) -> bool:
     return may and call.heads_may_be_rows
 
 
-def loaded_by_threads(call: SplitCall) -> bool:
-    """Whether threads load the rows of the caches for the forward: TMA moves no such pages, or they are widened."""
-    return call.cache_itemsize == 1 or not _has_moved_pages(call)[0]
+def is_gathered(call: SplitCall) -> bool:
+    """Whether rows are gathered for the forward (`gather`): TMA moves no such pages, or they are widened. Not in
+    the batch-invariant mode."""
+    return call.cut is None and (call.cache_itemsize == 1 or not _has_moved_pages(call)[0])
+
+
+class Turns(NamedTuple):
+    """How many sequences have their rows gathered at once, and how many turns all take; 0 where the rows of one are too
+    many."""
+
+    sequences: int
+    turns: int
+
+
+def gathered_in_turns(call: SplitCall) -> Turns:
+    """Of packed sequences as many take turns as can have enough queries."""
+    batch, _, _, heads_kv, *head_dims = call.shape
+    sequences = batch if call.total_q is None else min(batch, call.total_q // (most_left(call) + 1))
+    at_once = _WORKSPACE // (call.capacity * heads_kv * sum(head_dims) * call.dtype.itemsize)
+    if not at_once:
+        return Turns(0, 0)
+    turns = -(-sequences // at_once)
+    return Turns(-(-sequences // turns), turns)
 
 
 def unreadable_by_forward(call: SplitCall) -> str | None:
-    """Why it cannot read the caches, q or out as they lie; None where it can. In the batch-invariant mode threads load
-    nothing: their tiles have other keys than those of attention."""
-    (outer_k, row_k, _), (outer_v, row_v, _) = call.cache_strides
-    used = [stride for strides in call.strides for stride in strides]
-    by_threads = loaded_by_threads(call) and call.cut is None
-    own_factors = any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
-    conditions = [
-        (
-            max(call.shape[-2:]) <= _WIDEST_BY_THREADS,
-            f"where TMA does not load, its heads have up to {_WIDEST_BY_THREADS} columns",
-        ),
-        (
-            all(columns % _TOGETHER == 0 for columns in call.shape[-2:]),
-            f"where TMA does not load, its heads have multiples of {_TOGETHER} columns",
-        ),
-        (
-            not own_factors or call.dtype is torch.bfloat16,
-            "rows times their factors may leave the range of float16",
-        ),
-    ]
-    if not by_threads:
-        conditions = [_has_moved_pages(call)]
-    return _first_reason(
-        [
-            *conditions,
+    """Why it cannot read the caches, q or out as they lie; None where it can, or where rows are gathered first."""
+    read = call.strides
+    if is_gathered(call):
+        read = call.strides[:1]
+        own_factors = any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
+        turns = gathered_in_turns(call).turns
+        conditions = [
+            (
+                not own_factors or call.dtype is torch.bfloat16,
+                "rows times their factors may leave the range of float16",
+            ),
+            (all(columns % _TOGETHER == 0 for columns in call.shape[-2:]), "TMA moves multiples of 16 bytes"),
+            (0 < turns <= _MOST_TURNS, f"gathered rows take up to {_WORKSPACE >> 20} MiB at a time"),
+        ]
+    else:
+        (outer_k, row_k, _), (outer_v, row_v, _) = call.cache_strides
+        conditions = [
+            _has_moved_pages(call),
             (
                 row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
                 "entries or pages lie whole rows apart",
             ),
+        ]
+    used = [stride for strides in read for stride in strides]
+    return _first_reason(
+        [
+            *conditions,
             (
                 math.gcd(*used) % _TOGETHER == 0 and call.misalignment % _ALIGNED == 0,
                 f"it takes addresses at multiples of {_ALIGNED} bytes and strides of multiples of {_TOGETHER} elements",

@@ -37,8 +37,9 @@ from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStri
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import (
     chunks_unsupported_reason,
+    gathered_in_turns,
+    is_gathered,
     latent_unsupported_reason,
-    loaded_by_threads,
     mixes_tokens,
     most_left,
     segment_call,
@@ -52,6 +53,7 @@ from flashtile.ops.kv_cache.triton.prefix import plan_behind_prefix
 
 if TYPE_CHECKING:
     from flashtile.ops.attention.hopper.cache_launch import CacheForward, PrefixPlan, StepsPlan
+    from flashtile.ops.kv_cache.hopper.gather import Gather
 
 _Shape = tuple[int, ...]
 
@@ -122,6 +124,11 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     assert plan.chunks is not None
     results = None if plan.split is None else (out, lse)
     others = *others, descale_k, descale_v, tree
+    if plan.gather is not None:
+        for rows, others_of_turn in plan.gather.run((k_cache, v_cache), others, length):
+            results = plan.chunks.run((q, *rows), results, others_of_turn, length)
+        assert results is not None
+        return results
     results = plan.chunks.run(attended, results, others, length)
     return results if plan.tokens is None else plan.tokens.run(attended, results, others, length)
 
@@ -168,6 +175,7 @@ class CachePlan(NamedTuple):
         append: None where nothing is appended. Writes rotated queries, if they are rotated.
         split: None where `latent` or `chunks` serves all sequences.
         chunks: of the sequences with many queries, on Hopper.
+        gather: what brings their rows together for `chunks`, where that cannot read them as they lie.
         tokens: of those with one, in the batch-invariant mode.
         steps: of one query of each of a few sequences, on Hopper in the batch-invariant mode.
         prefix: of sequences with shared rows. None where these are a call of their own.
@@ -180,6 +188,7 @@ class CachePlan(NamedTuple):
     tokens: CacheForward | None = None
     steps: StepsPlan | None = None
     prefix: PrefixPlan | None = None
+    gather: Gather | None = None
 
 
 class CacheFacts(NamedTuple):
@@ -302,8 +311,13 @@ def _plan(facts: CacheFacts) -> CachePlan:
         return CachePlan(append, None, chunks=plan_chunks(call, outer, 1, device), tokens=tokens)
     most = most_left(call)
     split = None if facts.sequences is None else split_pipeline(call._replace(most=most, num_splits=1), device)
-    by_threads = loaded_by_threads(call)
-    return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device, by_threads=by_threads))
+    if not is_gathered(call):
+        return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device))
+    from flashtile.ops.kv_cache.hopper.gather import plan_gather
+
+    gather = plan_gather(call, most + 1, gathered_in_turns(call), device)
+    chunks = plan_chunks(gather.call, gather.turns.sequences, most, device, some=gather.numbered)
+    return CachePlan(append, split, chunks=chunks, gather=gather)
 
 
 def _plan_behind_prefix(facts: CacheFacts, call: SplitCall) -> CachePlan:

@@ -1,0 +1,243 @@
+"""Gathering the rows of a cache once, for all tiles of queries: dense keys and values of 16 bits, whatever pages and
+dtype they have in the cache.
+
+Shapes: N = BLOCK_N rows of a sequence, D = BLOCK_D columns of a head of k, E = BLOCK_E of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import contiguous
+from flashtile._backends.devices import multiprocessors
+from flashtile._backends.launch import GIVEN, Parameter, Plan, int32, int64, pointer_to, pointers
+from flashtile._backends.pipeline import Kernel
+from flashtile.ops.common.checks import MAX_POSITIONS
+from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
+from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, Sequences, packed_rows, sequence_lengths
+from flashtile.ops.common.tiles import power_of_two
+from flashtile.ops.kv_cache.hopper.backend import Turns
+
+#: Numbers of keys, and of values, that a program moves at a time, and its warps.
+_MOVED, _WARPS = 4096, 4
+#: Programs for each multiprocessor: many, because those of places that no sequence has end at once.
+_PROGRAMS = 64
+
+
+class Gather(NamedTuple):
+    """The launches that gather the rows of a call, and the call behind each.
+
+    Attributes:
+        plan: makes keys, values and entries of the sequences, int32 `[batch]`, negative for those that have no turn.
+        call: that of attention to these.
+        turns: sequences take turns for the memory.
+        numbered: there are entries. Else all sequences have their rows at once, in order.
+    """
+
+    plan: Plan
+    call: SplitCall
+    turns: Turns
+    numbered: bool
+
+    def run(
+        self, caches: tuple[Any, Any], others: Sequence[Any], length: int
+    ) -> Iterator[tuple[tuple[Any, Any], tuple[Any, ...]]]:
+        """In each turn, keys and values, and what the call behind takes. `others`: what `cache_launch.CacheForward.run`
+        takes of the call itself."""
+        starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
+        keys, values, places = self.plan.allocate()
+        later = [None if strides is None else of for of, strides in zip(factors, self.call.descale_strides)]
+        now = [of if after is None else None for of, after in zip(factors, later)]
+        given = pointers((*caches, keys, values, places, lengths, entries, table, starts, new_starts, *now))
+        for turn in range(self.turns.turns):
+            self.plan.launch(*given, length, turn * self.turns.sequences)
+            yield (keys, values), (starts, slopes, sinks, lengths, places, None, new_starts, *later, tree)
+
+
+def plan_gather(call: SplitCall, least: int, turns: Turns, device: torch.device) -> Gather:
+    """Everything that can be decided before the tensors' contents are known. `least`: packed sequences of fewer queries
+    have no turn."""
+    batch, seq_q, _, heads_kv, head_dim, head_dim_v = call.shape
+    packed = call.total_q is not None
+    numbered = packed or turns.turns > 1
+    outputs = [
+        contiguous((turns.sequences, call.capacity, heads_kv, columns), call.dtype)
+        for columns in (head_dim, head_dim_v)
+    ]
+    # A factor that all rows of a head share is one of scores, or of out.
+    now = [strides if strides is not None and any(strides[:2]) else None for strides in call.descale_strides]
+    later = tuple(None if of is not None else strides for of, strides in zip(now, call.descale_strides))
+    lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
+    places = torch.int32 if numbered else None
+    behind = call._replace(
+        strides=(call.strides[0], *(of.strides[:3] for of in outputs)),
+        index_dtypes=(lengths, places, None, None, starts, new_starts, tree),
+        page_size=0,
+        pages=0,
+        stride_table=0,
+        cache_dtype=None,
+        descale_strides=later,
+        values_in_keys=False,
+    )
+    left = call.window_left
+    block_d, block_e = power_of_two(head_dim), power_of_two(head_dim_v)
+    block_n = max(1, _MOVED // max(block_d, block_e))
+    parts = min(-(-call.capacity // block_n), -(-_PROGRAMS * multiprocessors(device) // turns.sequences))
+    multiple = power_of_two_factor(*(stride for strides in call.cache_strides for stride in strides))
+    cache = pointer_to(call.cache_dtype or call.dtype, 16)
+    strides = (CacheStrides(*(int64(stride, multiple) for stride in of)) for of in call.cache_strides)
+    parameters = {
+        **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache),
+        **dict.fromkeys(("keys_ptr", "values_ptr"), pointer_to(call.dtype, 16)),
+        "places_ptr": pointer_to(places, 16),
+        "sequences": Sequences(*map(pointer_to, (lengths, entries, None, table, starts, new_starts, None))),
+        "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in now)),
+        **dict.fromkeys(("length", "first"), Parameter("i32", 1, GIVEN)),
+        **dict(zip(("k_strides", "v_strides"), strides)),
+        "k_descale_strides": factor_strides(now[0]),
+        "v_descale_strides": factor_strides(now[1]),
+        "stride_table": int64(call.stride_table if table else None),
+        "batch": int32(batch if numbered else None),
+        "least": int32(least if packed else None),
+        "heads_kv": int32(heads_kv),
+        "seq_q": int32(None if packed else seq_q),
+        "seq_new": int32(call.seq_new if new_starts is None else None),
+        "capacity": int32(call.capacity),
+        "window_left": int32(None if left is None else max(-MAX_POSITIONS, min(left, MAX_POSITIONS))),
+        "parts": int32(parts),
+    }
+    constants = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_E": block_e,
+        "PAGE_SIZE": call.page_size,
+    }
+    kernel = Kernel(gather_kernel, parameters, constants, turns.sequences * parts, num_warps=_WARPS)
+    made = *outputs, contiguous((batch,), torch.int32) if numbered else None
+    return Gather(kernel.plan(device, outputs=made), behind, turns, numbered)
+
+
+@triton.jit
+def gather_kernel(
+    k_cache_ptr, v_cache_ptr, keys_ptr, values_ptr, places_ptr, sequences, descales, length, first,
+    k_strides, v_strides, k_descale_strides, v_descale_strides, stride_table,
+    batch, least, heads_kv, seq_q, seq_new, capacity, window_left, parts,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Copies the rows of sequences that some query sees to `keys` and `values`, `[.., capacity, heads_kv, head_dim]`,
+    times the factors of rows. `parts` programs share a sequence.
+
+    `sequences`: `Sequences`. `k_strides`, `v_strides`, and those of factors (`descales`, `Descales`): `CacheStrides`.
+    `places` `[batch]`: where there is such, sequences are numbered, of packed ones those of `least` queries or more,
+    and number `first` is gathered to place 0. It gets the place of each, -1 for those without.
+    """
+    place = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    sequence = place
+    queries = seq_q
+    if places_ptr is not None:
+        places = tl.num_programs(0) // parts
+        if tl.program_id(0) == 0:
+            number_sequences(sequences.starts, places_ptr, first, places, first, batch, least)
+        sequence = number_sequences(sequences.starts, None, first + place, places, first, batch, least)
+        if sequence < 0:
+            return  # there are no more
+    if sequences.starts is not None:
+        _, queries = packed_rows(sequences.starts, sequence, batch, 0)
+    new = seq_new
+    if sequences.new_starts is not None:
+        _, new = packed_rows(sequences.new_starts, sequence, batch, 0)
+    _, total = sequence_lengths(sequences.lengths, sequence, length, new, capacity)
+    seen = 0
+    if window_left is not None:
+        seen = tl.maximum(total - queries - window_left, 0)
+    entry = tl.cast(sequence, tl.int64)
+    pages = None
+    if sequences.table is not None:
+        pages = sequences.table + entry * stride_table
+    if sequences.entries is not None:
+        entry = tl.load(sequences.entries + sequence).to(tl.int64)
+    for tile in range(seen // BLOCK_N + part, tl.cdiv(total, BLOCK_N), parts):
+        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = (row >= seen) & (row < total)
+        outer = entry
+        inner = row.to(tl.int64)
+        if pages is not None:
+            outer = tl.load(pages + row // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+            inner = (row % PAGE_SIZE).to(tl.int64)
+        target = (tl.cast(place, tl.int64) * capacity + row) * heads_kv
+        k_source = source_rows(k_cache_ptr, k_strides, descales.k, k_descale_strides, outer, inner)
+        v_source = source_rows(v_cache_ptr, v_strides, descales.v, v_descale_strides, outer, inner)
+        for head in range(0, heads_kv):
+            k, k_there = load_rows(k_source, head, valid, HEAD_DIM, BLOCK_D)
+            v, v_there = load_rows(v_source, head, valid, HEAD_DIM_V, BLOCK_E)
+            to_keys = keys_ptr + (target + head)[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+            to_values = values_ptr + (target + head)[:, None] * HEAD_DIM_V + tl.arange(0, BLOCK_E)[None, :]
+            tl.store(to_keys, k.to(keys_ptr.dtype.element_ty), mask=k_there)
+            tl.store(to_values, v.to(values_ptr.dtype.element_ty), mask=v_there)
+
+
+class SourceRows(NamedTuple):
+    """Pointers `[N]` to the first head of rows in a cache, and to its factors, None without; and elements from one head
+    to the next, in both."""
+
+    rows: Any
+    factors: Any
+    head: Any
+    factor_head: Any
+
+
+@triton.jit
+def source_rows(cache_ptr, strides, factors_ptr, factor_strides, outer, inner):
+    """The `SourceRows` of rows `inner` of entries or pages `outer`."""
+    factors = None
+    if factors_ptr is not None:
+        factors = factors_ptr + (outer * factor_strides.outer + inner * factor_strides.row)
+    rows = cache_ptr + (outer * strides.outer + inner * strides.row)
+    return SourceRows(rows, factors, strides.head, factor_strides.head)
+
+
+@triton.jit
+def load_rows(source, head, valid, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """A head of rows, and which numbers are there: `[N, BLOCK]`. Of 8 bits as float32, times the factors of rows."""
+    column = tl.arange(0, BLOCK)[None, :]
+    there = valid[:, None] & (column < COLUMNS)
+    tile = tl.load(source.rows[:, None] + (head * source.head + column), mask=there, other=0.0)
+    if source.rows.dtype.element_ty.primitive_bitwidth == 8:
+        tile = tile.to(tl.float32)
+        if source.factors is not None:
+            tile *= tl.load(source.factors + head * source.factor_head, mask=valid, other=0.0)[:, None]
+    return tile, there
+
+
+@triton.jit
+def number_sequences(starts_ptr, places_ptr, wanted, places, first, batch, least):
+    """The sequence that has a number, of packed ones among those with `least` queries or more; -1: there are not so
+    many. It writes the place of each, those of `first` and the next ones being 0 to `places` - 1, if it is given any
+    address for that."""
+    found = -1
+    before = 0
+    for begin in range(0, batch, 256):
+        sequence = begin + tl.arange(0, 256)
+        counted = sequence < batch
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + sequence, mask=counted, other=0)
+            end = tl.load(starts_ptr + sequence + 1, mask=counted, other=0)
+            counted = counted & (end - start >= least)
+        counts = counted.to(tl.int32)
+        number = before + tl.cumsum(counts, 0) - 1
+        if places_ptr is not None:
+            here = counted & (number >= first) & (number < first + places)
+            tl.store(places_ptr + sequence, tl.where(here, number - first, -1), mask=sequence < batch)
+        found = tl.maximum(found, tl.max(tl.where(counted & (number == wanted), sequence, -1), 0))
+        before += tl.sum(counts, 0)
+    return found

@@ -1,0 +1,107 @@
+"""Gathering the rows of a cache: in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.kv_cache.hopper import backend, gather
+from flashtile.ops.kv_cache.hopper.backend import Turns
+from flashtile.testing import assert_same
+from support.attention.gathered import gathered_rows
+
+_FP8, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_QUERIES, _LENGTHS, _LEAST = (40, 5, 0, 45), (100, 37, 50, 64), 20
+
+
+class Case(NamedTuple):
+    """A call of four sequences. `factors`: "rows", "pages" (or entries) or "heads"."""
+
+    page_size: int = 0
+    cache_dtype: torch.dtype | None = None
+    factors: str | None = None
+    packed: bool = False
+    window: int | None = None
+    head_dims: tuple[int, int] = (64, 64)
+    turns: Turns = Turns(4, 1)
+    new: int | None = None
+
+
+CASES = {
+    "pages of 1": Case(1, packed=True, head_dims=(64, 40), new=3),
+    "dense": Case(window=10),
+    "int8": Case(7, torch.int8, "rows", packed=True, window=10, head_dims=(72, 64), turns=Turns(2, 1)),
+    "pages": Case(16, _FP8, "pages", head_dims=(256, 64)),
+    "heads": Case(3, _E5M2, "heads", packed=True, new=0),
+    "turns": Case(16, torch.int8, "rows", packed=True, turns=Turns(1, 3)),
+    "dense turns": Case(0, torch.int8, "heads", turns=Turns(3, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_gathers_the_rows_that_count(name: str, device: str) -> None:
+    """The others, NaN in the cache too, are left alone."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    page_size, dtype = case.page_size, torch.float16
+    capacity = -(-100 // page_size) * page_size if page_size else 100
+    outer, inner = (4 * capacity // page_size + 3, page_size) if page_size else (5, capacity)
+    table = torch.randperm(outer, generator=generator).int()[:-3].view(4, -1) if page_size else None
+    entries = None if page_size else torch.tensor([4, 0, 2, 1])
+    numbers = [torch.randn(outer, inner, 2, columns, generator=generator) for columns in case.head_dims]
+    caches = [(40 * of).round().clamp(-127, 127) if case.cache_dtype is torch.int8 else of for of in numbers]
+    caches = [of.to(case.cache_dtype or dtype) for of in caches]
+    factors: list[Any] = [None, None]
+    if case.factors is not None:
+        shape = {"rows": (outer, inner, 2), "pages": (outer, 1, 2), "heads": (1, 1, 2)}[case.factors]
+        factors = [(torch.rand(shape, generator=generator) + 0.5).expand(outer, inner, 2) for _ in caches]
+    starts = torch.tensor([0, *_QUERIES]).cumsum(0) if case.packed else None
+    new_starts = None if case.new is None else torch.arange(5, dtype=torch.int32) * case.new
+    lengths = torch.tensor(_LENGTHS) - (case.new or 0)
+    dtypes = (of if of is None else of.dtype for of in (lengths, entries, None, table, starts, new_starts, None))
+    call = SplitCall(
+        dtype, (4, 45, 4, 2, *case.head_dims), ((0, 4, 1), *(of.stride()[:3] for of in caches)), 0, capacity, 0.1,
+        False, tuple(dtypes), page_size, 0 if table is None else table.stride(0), total_q=90 if case.packed else None,
+        window_left=case.window, cache_dtype=case.cache_dtype,
+        descale_strides=tuple(of if of is None else of.stride() for of in factors),
+    )  # fmt: skip
+    others = starts, None, None, lengths, entries, table, new_starts, *factors, None
+    found = gather.plan_gather(call, _LEAST, case.turns, torch.device(device, 0 if device == "cuda" else None))
+    on_device = [None if of is None else of.to(device) for of in others]
+    results = found.run(tuple(of.to(device) for of in caches), on_device, 0)  # type: ignore[arg-type]
+    wanted = gathered_rows(found, call, _LEAST, tuple(caches), others, 0)  # type: ignore[arg-type]
+    turns = 0
+    for (rows, behind), (wanted_rows, wanted_behind) in zip(results, wanted, strict=True):
+        places = torch.arange(4) if wanted_behind[4] is None else wanted_behind[4]
+        assert (behind[4] is None) == (wanted_behind[4] is None)
+        if behind[4] is not None:
+            assert behind[4].tolist() == places.tolist()
+        assert behind[5] is None
+        assert [of is None for of in behind] == [of is None for of in wanted_behind]
+        for sequence, place in enumerate(places.tolist()):
+            queries = _QUERIES[sequence] if case.packed else 45
+            first = 0 if case.window is None else max(_LENGTHS[sequence] - queries - case.window, 0)
+            counted = slice(first, _LENGTHS[sequence])
+            for got, of in zip(rows, wanted_rows):
+                assert place < 0 or assert_same(got[place, counted].cpu(), of[place, counted]) is None
+        turns += 1
+    assert turns == case.turns.turns
+
+
+def test_turns() -> None:
+    """As many sequences at once as fit, turns of about the same size; packed sequences with few queries have none."""
+    cache = 8 * 128, 8 * 128, 128
+    call = SplitCall(
+        torch.bfloat16, (6, 512, 32, 8, 128, 128), ((512 * 32 * 128, 32 * 128, 128), cache, cache), 0, 65536, 0.1,
+        False, (torch.int32, None, None, torch.int32, None, None, None), 1, 65536,
+    )  # fmt: skip
+    assert backend.gathered_in_turns(call) == (3, 2)
+    assert backend.gathered_in_turns(call._replace(shape=(128, 512, *call.shape[2:]), total_q=512)) == (4, 2)
+    assert backend.unreadable_by_forward(call) is None
+    assert "1024 MiB" in (backend.unreadable_by_forward(call._replace(capacity=2**20)) or "")

@@ -1,0 +1,40 @@
+"""What `flashtile.ops.kv_cache.hopper.gather` is to gather, by PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.kv_cache.hopper.gather import Gather
+from flashtile.ops.kv_cache.spec import gathered
+
+
+def gathered_rows(
+    gather: Gather, call: SplitCall, least: int, caches: tuple[Tensor, Tensor], others: Sequence[Any], length: int
+) -> Iterator[tuple[tuple[Tensor, Tensor], tuple[Any, ...]]]:
+    """`gather.run(caches, others, length)`, of a `call`. Rows of nobody are NaN, and those left of a window are
+    gathered."""
+    starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
+    batch, seq_q, *_ = call.shape
+    queries = [seq_q] * batch if starts is None else starts.diff().tolist()
+    new = [call.seq_new] * batch if new_starts is None else new_starts.diff().tolist()
+    before = [length] * batch if lengths is None else lengths.tolist()
+    served = [sequence for sequence in range(batch) if starts is None or queries[sequence] >= least]
+    later = [None if strides is None else of for of, strides in zip(factors, gather.call.descale_strides)]
+    for turn in range(gather.turns.turns):
+        made = [torch.full(of.shape, float("nan"), dtype=of.dtype) for of in gather.plan.outputs[:2]]
+        places = torch.full((batch,), -1, dtype=torch.int32)
+        for place, sequence in enumerate(served[turn * gather.turns.sequences :][: gather.turns.sequences]):
+            places[sequence] = place
+            row = torch.arange(max(0, min(min(before[sequence], call.capacity) + new[sequence], call.capacity)))
+            outer = row.new_tensor(sequence if entries is None else int(entries[sequence])).expand_as(row)
+            if table is not None:
+                outer, row = table[sequence, row // call.page_size].long(), row % call.page_size
+            for to, cache, of, after in zip(made, caches, factors, later):
+                to[place, : len(row)] = gathered(cache, of if after is None else None, (outer, row), call.dtype)
+        behind = starts, slopes, sinks, lengths, places if gather.numbered else None, None, new_starts, *later, tree
+        yield (made[0], made[1]), behind
