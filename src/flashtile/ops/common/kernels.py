@@ -82,12 +82,13 @@ def kept_in_rows(dropout, stream, rows, first_column, COLUMNS: tl.constexpr):
     word_0, word_1, word_2, word_3 = tl.philox(
         dropout.seed, zeros + group, zeros + rows[:, None], zeros + stream, zeros + dropout.offset
     )
-    even = tl.join(_kept(word_0, dropout.threshold), _kept(word_2, dropout.threshold))
-    odd = tl.join(_kept(word_1, dropout.threshold), _kept(word_3, dropout.threshold))
+    even = tl.join(kept_words(word_0, dropout.threshold), kept_words(word_2, dropout.threshold))
+    odd = tl.join(kept_words(word_1, dropout.threshold), kept_words(word_3, dropout.threshold))
     # [M, COLUMNS / 4, word / 2, word % 2]
     return tl.reshape(tl.join(even, odd), (rows.shape[0], COLUMNS)) != 0
 
 
 @triton.jit
-def _kept(words, threshold):
+def kept_words(words, threshold):
+    """1 for each word of Philox that keeps its element, else 0: int8."""
     return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int8)

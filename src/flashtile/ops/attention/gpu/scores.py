@@ -27,7 +27,7 @@ from torch import Tensor
 from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, compiled, derivative_source, function_source
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.attention.gpu.tiles import LOG2_E
-from flashtile.ops.common.kernels import tanh
+from flashtile.ops.common.kernels import kept_words, tanh
 from flashtile.ops.common.kernels import tanh as hyperbolic_tangent
 
 
@@ -397,15 +397,15 @@ def kept_weights(
     )
     top_left, top_right, bottom_left, bottom_right = top << 16, top, bottom << 16, bottom
     if ALIGNED:
-        top = tl.join(_kept_words(top_left, threshold), _kept_words(top_right, threshold))
-        bottom = tl.join(_kept_words(bottom_left, threshold), _kept_words(bottom_right, threshold))
+        top = tl.join(kept_words(top_left, threshold), kept_words(top_right, threshold))
+        bottom = tl.join(kept_words(bottom_left, threshold), kept_words(bottom_right, threshold))
         kept = tl.reshape(tl.join(top, bottom), (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
         # (row / 16, row % 8, column / 16, column % 8, column + 8?, row + 8?) -> (rows, columns)
         kept = tl.reshape(tl.permute(kept, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
     else:
         left = tl.where(row // 8 % 2 == 0, top_left, bottom_left)
         right = tl.where(row // 8 % 2 == 0, top_right, bottom_right)
-        kept = _kept_words(tl.where(column // 8 % 2 == 0, left, right), threshold)
+        kept = kept_words(tl.where(column // 8 % 2 == 0, left, right), threshold)
     return kept != 0
 
 
@@ -423,11 +423,6 @@ def _pair_words(seed, offset, matrix, row_group, column_group):
         right = product.to(tl.uint32)
         key += 0x9E3779B9
     return left, right
-
-
-@triton.jit
-def _kept_words(words, threshold):
-    return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int8)
 
 
 #: As in `flashtile.ops.attention.tile_lists`.
