@@ -9,26 +9,10 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
+from flashtile.ops.attention.gpu import tile_tables
 from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_class
 from flashtile.ops.attention.gpu.score_source import tile_values
-from flashtile.ops.attention.gpu.tile_tables import (
-    AMD,
-    BIAS_GRADIENT,
-    COLUMN_SUMS,
-    FLOAT32,
-    FLOAT32_SPLIT,
-    HOPPER_BANDED,
-    HOPPER_BANDED_SHORT,
-    HOPPER_BIAS,
-    HOPPER_BLOCKS,
-    HOPPER_FULL,
-    HOPPER_MASK,
-    HOPPER_SHORT,
-    RDNA,
-    TENSOR_CORES,
-    TileConfig,
-    first_row,
-)
+from flashtile.ops.attention.gpu.tile_tables import TileConfig, first_row
 from flashtile.ops.attention.spec import out_dtype
 from flashtile.ops.common.tiles import tile_width
 
@@ -95,32 +79,32 @@ def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileC
         key = key._replace(dtype=torch.float32)
     width = _width(key)
     if key.precision == "bf16x6":
-        table = FLOAT32_SPLIT[device.arch]
+        table = tile_tables.FLOAT32_SPLIT[device.arch]
     elif key.dtype is torch.float32:
-        table = FLOAT32
+        table = tile_tables.FLOAT32
     elif kernel == "dbias":
-        table = HOPPER_BIAS if device.arch == "sm_90" and width <= 128 else BIAS_GRADIENT
+        table = tile_tables.HOPPER_BIAS if device.arch == "sm_90" and width <= 128 else tile_tables.BIAS_GRADIENT
     elif kernel == "column_sums" and not device.arch.startswith("gfx1"):
-        table = COLUMN_SUMS
+        table = tile_tables.COLUMN_SUMS
     elif device.arch == "sm_90" and key.block_tile and width <= 128:
-        table = HOPPER_BLOCKS
-    elif device.arch == "sm_90" and key.length == "short" and kernel in HOPPER_SHORT and width <= 64:
-        table = HOPPER_SHORT
+        table = tile_tables.HOPPER_BLOCKS
+    elif device.arch == "sm_90" and key.length == "short" and kernel in tile_tables.HOPPER_SHORT and width <= 64:
+        table = tile_tables.HOPPER_SHORT
     elif device.arch == "sm_90" and key.table_bytes and width <= 128:
-        table = HOPPER_MASK if key.table_bytes == 1 else HOPPER_BIAS
+        table = tile_tables.HOPPER_MASK if key.table_bytes == 1 else tile_tables.HOPPER_BIAS
     elif device.arch == "sm_90":
         table = {
-            (False, False): HOPPER_FULL,
-            (False, True): HOPPER_FULL,
-            (True, False): HOPPER_BANDED_SHORT,
-            (True, True): HOPPER_BANDED,
+            (False, False): tile_tables.HOPPER_FULL,
+            (False, True): tile_tables.HOPPER_FULL,
+            (True, False): tile_tables.HOPPER_BANDED_SHORT,
+            (True, True): tile_tables.HOPPER_BANDED,
         }[key.banded, key.length == "long"]
     elif device.is_cuda:
-        table = TENSOR_CORES
+        table = tile_tables.TENSOR_CORES
     elif device.arch.startswith("gfx1"):
-        table = RDNA
+        table = tile_tables.RDNA
     else:
-        table = AMD
+        table = tile_tables.AMD
     preferred = first_row(table[kernel], width, width)
     tiles = _fit(kernel, preferred, key, device.shared_memory)
     if key.block_tile:
@@ -192,7 +176,7 @@ def dot_precision(dtype: torch.dtype, device: DeviceFacts, allow_tf32: bool) -> 
         return "ieee"
     if allow_tf32:
         return "tf32"
-    return "bf16x6" if device.arch in FLOAT32_SPLIT else "ieee"
+    return "bf16x6" if device.arch in tile_tables.FLOAT32_SPLIT else "ieee"
 
 
 def tile_widths(key: TileKey) -> tuple[int, int]:
