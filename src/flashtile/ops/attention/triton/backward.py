@@ -328,10 +328,8 @@ def _sum_dkdv(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles of `visited` to dk and dv.
-
-    Everything is computed transposed, keys by queries, so that the products need no transposed operand in registers.
-    """
+    """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles of `visited` to dk and dv, all transposed,
+    keys by queries, so that the products need no transposed operand in registers."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     BLOCK_D: tl.constexpr = shape.BLOCK_D
@@ -396,12 +394,9 @@ def _sum_dkdv(
 
 @triton.jit
 def _load_statistics(base, row, rows, WHOLE: tl.constexpr, NEAR: tl.constexpr):
-    """lse (in units of log2) and delta of some rows. `NEAR`: lse of scores relative to the nearest key.
-
-    They lie side by side in 16 bytes, most often half of them unused: a tile of them is then large enough that the
-    compiler loads it once for all threads, not once in each (40 load instructions per tile against 9, and fewer
-    spills).
-    """
+    """lse (in units of log2) and delta of some rows. `NEAR`: lse of scores relative to the nearest key. They lie side
+    by side in 16 bytes, so that a tile is large enough for the compiler to load it once for all threads (9 load
+    instructions per tile instead of 40, and fewer spills)."""
     pointers = base + 4 * row[:, None] + tl.arange(0, 4)[None, :]  # [M, 4]
     if WHOLE:
         quads = tl.load(pointers)

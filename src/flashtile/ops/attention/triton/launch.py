@@ -53,8 +53,7 @@ KERNELS: dict[KernelName, Any] = {
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
-    """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse), or (out,
-    lse, max_scores)."""
+    """Runs the forward kernel: (out, lse), or (out, lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     pipeline = _plan_forward(describe_call("forward", (q, k, v), side, spec))
@@ -97,8 +96,7 @@ def _plan_forward(call: Call) -> Pipeline:
 
 
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
-    """Runs the dq kernel, the dk/dv kernel, and that of the bias where its gradient is wanted; or, for short sequences,
-    one for all. Deterministic."""
+    """Runs the dq and dk/dv kernels, or one for all, and that of a bias whose gradient is wanted. Deterministic."""
     dout, dlse, q, k, v, out, lse = inputs
     sign = 1
     if spec.scale <= 0:
@@ -119,8 +117,7 @@ def prepare_backward(
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
-    """Whether plans depend on no more than how tensors lie (those of float32 do on PyTorch's TF32 mode), kernels read q
-    itself, and launches take addresses."""
+    """Whether plans depend on how tensors lie alone, kernels read q itself, and launches take addresses."""
     return q.dtype.itemsize == 2 and spec.scale > 0 and not interpreting()
 
 

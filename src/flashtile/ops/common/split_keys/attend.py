@@ -42,13 +42,9 @@ class ByHead(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The results of segments of a common prefix, by the forward of attention, which join those of a split; None
-    without.
-
-    Attributes:
-        out: pointer to `[segments, heads_kv, queries · group, head_dim_v]`, the heads of a group one after another.
-        lse: pointer to `[segments, heads_kv, queries · group]`, natural logarithm.
-    """
+    """Results of segments of a common prefix, which join those of a split; None without. `out`: pointer to `[segments,
+    heads_kv, queries · group, head_dim_v]`, the heads of a group one after another. `lse`: the same without head_dim_v,
+    natural logarithm."""
 
     out: Any
     lse: Any
@@ -261,8 +257,7 @@ class Queries(NamedTuple):
 
 
 class CachedHead(NamedTuple):
-    """Pointers to the keys or the values of a head in row 0 of its entry, or of page 0, and to their factors, None
-    without."""
+    """Pointers to a head's keys or values in row 0 of its entry, or of page 0, and to their factors, or None."""
 
     base: Any
     factors: Any
@@ -503,10 +498,8 @@ def combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
     HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.
-
-    `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`.
-    """
+    """One row of out (one query of one head of one sequence) from its parts, in the order of the splits. `rows`: batch
+    · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`."""
     row = tl.program_id(0)
     query, head = row // heads, row % heads
     statistic = (query // seq_q * heads + head) * seq_q + query % seq_q

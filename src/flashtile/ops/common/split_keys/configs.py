@@ -217,25 +217,16 @@ def _fit(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> AttendTi
 
 
 def resident_programs(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> int:
-    """Programs that a multiprocessor holds at once, by shared memory and warps, of which some that widen 8 bits have
-    no registers."""
+    """Programs of a multiprocessor at once, by shared memory and warps; widening 8 bits also takes registers."""
     by_memory = device.shared_memory // shared_memory(device, tiles, tile_key)
     return max(1, min(by_memory, (12 if tile_key.eight_bits else 16) // tiles.num_warps))
 
 
 def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
-    """Into how many parts the keys of a sequence are split, so that programs fill a GPU's slots for them.
-
-    Args:
-        programs: without a split: sequences times key/value heads times tiles of rows.
-        key_tiles: tiles of keys that the longest sequence can have.
-        slots: programs that the GPU holds at once.
-
-    Returns:
-        The fewest splits with nearly the best time by a simple model: programs run in waves, a wave takes as long as
-        the largest share of the tiles in it, and then some. So slots that a last wave leaves empty cost, and so does
-        one tile more for some of the splits.
-    """
+    """Into how many parts the keys of a sequence are split, so that `programs` (without a split) fill a GPU's `slots`:
+    the fewest with nearly the best time by a simple model. Programs run in waves, a wave takes as long as the largest
+    share of the tiles in it, and then some, so empty slots of a last wave cost, and so does one tile more. `key_tiles`:
+    of the longest sequence."""
     most = min(MAX_SPLITS, max(key_tiles, 1))
     if not programs or programs >= 8 * slots:
         return 1
@@ -257,13 +248,8 @@ def choose_split_count(
     multiprocessors: int,
     num_splits: int = 0,
 ) -> int:
-    """Into how many parts the keys of each sequence of a call are split.
-
-    Args:
-        programs: without a split.
-        visible: keys of a sequence that its queries see at most.
-        num_splits: asked for; 0 = chosen here.
-    """
+    """Into how many parts the keys of each sequence are split. `programs`: without a split. `visible`: keys of a
+    sequence that its queries see at most. `num_splits`: asked for; 0 = chosen here."""
     key_tiles = -(-visible // tiles.block_n)
     if num_splits:
         return min(num_splits, max(key_tiles, 1))

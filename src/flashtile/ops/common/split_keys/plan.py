@@ -1,8 +1,5 @@
-"""What the launches of attention with split keys need beside their pointers: cuts, sizes and strides.
-
-Attention over a cache and attention of a few queries to many keys both come here, each with a `SplitCall`. How long
-sequences are is no part of it, where that stands in a tensor.
-"""
+"""What the launches of attention with split keys (over a cache, or of a few queries) need beside their pointers: cuts,
+sizes and strides, from a `SplitCall`, which has no lengths that stand in a tensor."""
 
 from __future__ import annotations
 
@@ -45,13 +42,8 @@ from flashtile.ops.common.split_keys.rows import (
 
 
 class Cut(NamedTuple):
-    """The cut of attention's forward in the batch-invariant mode, whose bits a call is to have.
-
-    Attributes:
-        tiles: their rows are queries there.
-        precision: of products.
-        widths: columns of tiles of q and k, and of v.
-    """
+    """The cut of attention's forward in the batch-invariant mode, whose bits a call is to have. `tiles`: their rows are
+    queries there. `precision`: of products. `widths`: columns of tiles of q and k, and of v."""
 
     tiles: AttendTiles
     precision: str
@@ -154,22 +146,17 @@ class SplitCall(NamedTuple):
 
 
 def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
-    """The pipeline of a call. It is given q, k and v, and those that there are of `rows.Sequences`, slopes, sinks, and
-    the factors `[outer, rows, heads_kv]` of k and v of 8 bits; last the length of all sequences, where no tensor has
-    them.
-
-    Returns:
-        Its first outputs are out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed
-        `[total_q, heads_q, head_dim_v]` and `[heads_q, total_q]`.
-    """
+    """The pipeline of a call. It is given q, k and v, those that there are of `rows.Sequences`, slopes, sinks, and the
+    factors `[outer, rows, heads_kv]` of 8-bit k and v; last the length of all sequences, where no tensor has them.
+    First outputs: out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed `[total_q,
+    heads_q, head_dim_v]` and `[heads_q, total_q]`."""
     given, attend, splits = _attending(call, device)
     kernels, outputs = with_combining(call, {"attend": attend}, splits, device)
     return Pipeline(device, kernels, given, outputs)
 
 
 def _attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple[tuple[str, ...], Kernel, int]:
-    """The inputs of the pipeline of a call, the kernel that attends, and its splits. `segments`: of a prefix, whose
-    results it adds."""
+    """Inputs of a call's pipeline, the kernel that attends, and its splits. `segments`: of a prefix, to add."""
     facts = device_facts(device)
     _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     # Where sequences with many queries are left to others, most of the rest have one.

@@ -50,8 +50,7 @@ class RowStrides(NamedTuple):
 
 
 class CacheStrides(NamedTuple):
-    """Elements from one entry (or page), row and head of a cache to the next. `NARROW`: offsets in all pages have 32
-    bits; else None."""
+    """From one entry (or page), row and head to the next. `NARROW`: offsets in all pages have 32 bits, or None."""
 
     outer: Any
     row: Any
