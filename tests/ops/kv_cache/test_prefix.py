@@ -71,6 +71,7 @@ def _segment_call(rows: int, shared: int, page_size: int, head_dim: int, head_di
 _SEGMENTS = {
     "dense": _segment_call(80, 421, 0, 64, 64),
     "one consumer": _segment_call(64, 300, 0, 128, 128),
+    "few rows": _segment_call(3, 300, 16, 128, 128),
     "pages": _segment_call(131, 700, 16, 128, 128, softcap=3.0),
     "pages of 48": _segment_call(70, 1000, 48, 64, 64, dtype=torch.float16),
     "192": _segment_call(66, 300, 16, 192, 128),

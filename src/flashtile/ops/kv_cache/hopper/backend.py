@@ -122,7 +122,6 @@ def segments_unsupported_reason(call: SplitCall, of_prefix: SplitCall, device: D
             [
                 _has_16_bits(call),
                 _has_moved_pages(call),
-                (of_prefix.shape[1] > _QUERY_ROWS, "so few queries fill one tile of the portable kernel"),
                 (not call.num_splits, "it chooses the splits of keys"),
                 (call.index_dtypes[1] is None, "the entry of sequence 0 is not known"),
             ]
