@@ -292,11 +292,11 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
     assert read_table(tmp_path / "none.txt") == ("", {})
 
 
-def test_a_run_renews_what_the_table_has_of_its_files():
+def test_a_run_renews_what_the_table_has_of_its_files_or_of_the_tests_chosen():
     table = {"1": "a.py::test_x", "2": "a.py::test_y", "3": "b.py::test"}
-    assert renewed(table, {"2": "a.py::test_y", "4": "a.py::test_x"}, ["a.py"]) == {
-        "2": "a.py::test_y", "3": "b.py::test", "4": "a.py::test_x"
-    }  # fmt: skip
+    passed = {"4": "a.py::test_x"}
+    assert renewed(table, passed, whole_files=True) == {"3": "b.py::test", "4": "a.py::test_x"}
+    assert renewed(table, passed, whole_files=False) == {"2": "a.py::test_y", "3": "b.py::test", "4": "a.py::test_x"}
 
 
 def test_another_twentieth_is_drawn_each_day():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,10 +83,15 @@ def write_table(path: Path, compiler: str, entries: dict[str, str]) -> None:
     path.write_text(_HEAD.format(compiler=compiler) + "".join(lines), "utf-8")
 
 
-def renewed(table: dict[str, str], passed: dict[str, str], files: Iterable[str]) -> dict[str, str]:
-    """The table after a run of the tests of `files`, whose entries are those that passed in it."""
-    ran = set(files)
-    return {key: test for key, test in table.items() if _file(test) not in ran} | passed
+def renewed(table: dict[str, str], passed: dict[str, str], whole_files: bool) -> dict[str, str]:
+    """The table after a run, with what `passed` in it instead of the earlier entries of these tests, or of all tests of
+    their files."""
+
+    def part(test: str) -> str:
+        return _file(test) if whole_files else test
+
+    ran = {part(test) for test in passed.values()}
+    return {key: test for key, test in table.items() if part(test) not in ran} | passed
 
 
 def drawn(test: str, day: datetime.date) -> bool:
@@ -153,7 +157,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
         passed = MEMORY.passed | _PASSED_IN_WORKERS
         table = MEMORY.table if MEMORY.compiler == COMPILER else {}
-        write_table(TABLE, COMPILER, renewed(table, passed, map(_file, passed.values())))
+        chosen = session.config.option.keyword or any("::" in name for name in session.config.args)
+        write_table(TABLE, COMPILER, renewed(table, passed, whole_files=not chosen))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
