@@ -175,8 +175,16 @@ def gather_kernel(
             outer = tl.load(pages + row // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
             inner = (row % PAGE_SIZE).to(tl.int64)
         target = (tl.cast(place, tl.int64) * capacity + row) * heads_kv
-        k_source = source_rows(k_cache_ptr, k_strides, descales.k, k_descale_strides, outer, inner)
-        v_source = source_rows(v_cache_ptr, v_strides, descales.v, v_descale_strides, outer, inner)
+        k_factors = None
+        if descales.k is not None:
+            k_factors = row_pointers(descales.k, k_descale_strides, outer, inner)
+        v_factors = None
+        if descales.v is not None:
+            v_factors = row_pointers(descales.v, v_descale_strides, outer, inner)
+        k_rows = row_pointers(k_cache_ptr, k_strides, outer, inner)
+        v_rows = row_pointers(v_cache_ptr, v_strides, outer, inner)
+        k_source = SourceRows(k_rows, k_factors, k_strides.head, k_descale_strides.head)
+        v_source = SourceRows(v_rows, v_factors, v_strides.head, v_descale_strides.head)
         for head in range(0, heads_kv):
             k, k_there = load_rows(k_source, head, valid, HEAD_DIM, BLOCK_D)
             v, v_there = load_rows(v_source, head, valid, HEAD_DIM_V, BLOCK_E)
@@ -197,13 +205,9 @@ class SourceRows(NamedTuple):
 
 
 @triton.jit
-def source_rows(cache_ptr, strides, factors_ptr, factor_strides, outer, inner):
-    """The `SourceRows` of rows `inner` of entries or pages `outer`."""
-    factors = None
-    if factors_ptr is not None:
-        factors = factors_ptr + (outer * factor_strides.outer + inner * factor_strides.row)
-    rows = cache_ptr + (outer * strides.outer + inner * strides.row)
-    return SourceRows(rows, factors, strides.head, factor_strides.head)
+def row_pointers(pointer, strides, outer, inner):
+    """Pointers `[N]` to the first head of rows `inner` of entries or pages `outer`. `strides`: `CacheStrides`."""
+    return pointer + (outer * strides.outer + inner * strides.row)
 
 
 @triton.jit
