@@ -141,11 +141,7 @@ def test_calls_served_by_pytorch_without_gradient_of_lse(name, kind, no_tiles, m
     changes, (dtype, heads_kv) = SERVED[name], kind
     monkeypatch.setattr(tiled, "_SCORES_OF_A_SEQUENCE", 0)
     case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
-    inputs = make_inputs(case)
-    actual = _run_without_lse(case, inputs, "cpu", dtype)
-    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
-    eager = _run_without_lse(case, inputs, "reference", dtype)
-    _assert_all_close(case, inputs, actual, oracle, eager)
+    _check_without_lse(case)
 
 
 @pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "tiles"])
@@ -191,11 +187,7 @@ def test_calls_served_by_pytorch_with_tables(name, kind, small, no_tiles, monkey
     case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
     if dtype is torch.float64:
         case = replace(case, bias_dtype=None)
-    inputs = make_inputs(case)
-    actual = _run_without_lse(case, inputs, "cpu", dtype)
-    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
-    eager = _run_without_lse(case, inputs, "reference", dtype)
-    _assert_all_close(case, inputs, actual, oracle, eager)
+    _check_without_lse(case)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -213,12 +205,8 @@ def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypat
 
     monkeypatch.setattr(torch_parts, "_backward_op", counted)
     case = replace(BASE, seq_q=150, seq_k=130, heads_kv=2, dtype=dtype)
-    inputs = make_inputs(case)
-    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    _check_without_lse(case)
     assert rows == [300 if packs or most == 200 else 150]
-    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
-    eager = _run_without_lse(case, inputs, "reference", dtype)
-    _assert_all_close(case, inputs, actual, oracle, eager)
 
 
 @pytest.fixture
@@ -241,12 +229,8 @@ def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tile
 
     monkeypatch.setattr(torch_parts, "_forward_op", counted)
     case = replace(BASE, batch=1, seq_q=seq_q, seq_k=seq_k, heads_kv=heads_kv, dtype=dtype)
-    inputs = make_inputs(case)
-    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    _check_without_lse(case)
     assert calls == {48: [2], 150: [5], 151: [4, 1], 149: [4, 1], 96: [2]}[seq_k]
-    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
-    eager = _run_without_lse(case, inputs, "reference", dtype)
-    _assert_all_close(case, inputs, actual, oracle, eager)
 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["once", "repeated"])
@@ -266,12 +250,8 @@ def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dty
 
     monkeypatch.setattr(torch_parts, "_forward_op", counted)
     case = replace(BASE, batch=batch, seq_q=1, seq_k=seq_k, dtype=dtype)
-    inputs = make_inputs(case)
-    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    _check_without_lse(case)
     assert rows == {1 if packs or seq_k < 64 else 4}
-    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
-    eager = _run_without_lse(case, inputs, "reference", dtype)
-    _assert_all_close(case, inputs, actual, oracle, eager)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
@@ -313,7 +293,13 @@ def test_zeros_as_gradient_of_lse_are_none(no_tiles):
     assert_same(run(case, inputs, "cpu"), _run_without_lse(case, inputs, "cpu", case.dtype))
 
 
-def _assert_all_close(case, inputs, actual, oracle, eager):
+def _check_without_lse(case):
+    """Holds such a call to the oracle."""
+    inputs = make_inputs(case)
+    actual, oracle, eager = (
+        _run_without_lse(case, inputs, backend, dtype)
+        for backend, dtype in (("cpu", case.dtype), ("reference", torch.float64), ("reference", case.dtype))
+    )
     cancelled = cancelled_sizes(case, inputs, oracle)
     for name, value in actual.items():
         assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
