@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 import flashtile
+from support.running.once import once
 
 pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
 pytest.importorskip("material", reason="the extra 'docs' is not installed")
@@ -26,7 +27,10 @@ _LOADED = {"script", "link", "img", "iframe", "source"}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
+    return once(tmp_path_factory, "site", _build)
+
+
+def _build(folder: Path) -> None:
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -37,7 +41,6 @@ def site(tmp_path_factory):
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 def _pages(site: Path) -> list[tuple[Path, str]]:

@@ -1,7 +1,6 @@
 """The page that shows records: what it draws and says, that it is whole, fits a screen and needs no network."""
 
 import json
-import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -9,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from flashtile.bench.cases import Case
 from flashtile.bench.html import make_verdict, words, write_report
@@ -19,6 +17,7 @@ from flashtile.bench.serving_cases import ServingCase
 from flashtile.bench.start import UserError
 from support.running.browser import CHROMIUM, open_browser
 from support.running.each_case import each_case
+from support.running.once import once
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 HTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
@@ -87,16 +86,14 @@ _draws_all_records = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The page of all committed records. Processes that share the tests share it."""
+    """The page of all committed records."""
     pytest.importorskip("matplotlib")
-    base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    path = folder / "report" / "deep" / "report.html"
-    with FileLock(folder / "report.lock"):
-        if not path.exists():
-            written = write_report(RECORDS, path)
-            assert written.pictures > 40 and written.tables > 40 and not written.notes
-    return path
+
+    def make(folder):
+        written = write_report(RECORDS, folder / "deep" / "report.html")
+        assert written.pictures > 40 and written.tables > 40 and not written.notes
+
+    return once(tmp_path_factory, "report", make) / "deep" / "report.html"
 
 
 def parsed(path):

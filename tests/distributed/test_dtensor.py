@@ -3,13 +3,14 @@
 import pytest
 
 from flashtile.testing import assert_same
-from support.distributed.processes import check_pairs, start
+from support.distributed.processes import check_pairs, start, start_once
 from support.distributed.tensors import FOUR, JOBS
+from support.running.each_case import each_case
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+    return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_results_and_gradients_over_four_ranks_are_those_of_one_process(tmp_path
         check_pairs(job, results)
 
 
-@pytest.mark.parametrize("job", ["calls", "plans", "modules", "compiled", "fully sharded"])
+@each_case("job", ["calls", "plans", "modules", "compiled", "fully sharded"])
 def test_results_and_gradients_are_those_of_one_process(job, results):
     check_pairs(job, results)
 

@@ -7,14 +7,14 @@ import torch
 
 from flashtile.testing import assert_same
 from support.distributed.jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
-from support.distributed.processes import start
+from support.distributed.processes import start_once
 from support.running.each_case import each_case
 from support.running.missing_packages import run_without
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+    return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
 @each_case(

@@ -9,13 +9,13 @@ from flashtile.distributed import vocabulary_loss
 from flashtile.models import GPT
 from flashtile.testing import assert_same
 from support.distributed.models import CONFIGS, JOBS, alone
-from support.distributed.processes import check_pairs, start
+from support.distributed.processes import check_pairs, start_once
 from support.running.each_case import each_case
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+    return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def expected():
     return {name: alone(config) for name, config in CONFIGS.items()}
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
-@pytest.mark.parametrize("name", CONFIGS)
+@each_case("strategy", ["ring", "all_to_all"])
+@each_case("name", CONFIGS)
 def test_context_parallel_models_are_the_same_model(name, strategy, results, expected):
     """Logits of all tokens and the loss on every rank; gradients that add up to those of one process."""
     parts = [of_rank["context"] for of_rank in results]

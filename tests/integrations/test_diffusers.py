@@ -11,7 +11,7 @@ from torch import Tensor
 import flashtile
 from flashtile.integrations import use_flashtile_sdpa
 from flashtile.testing import Size, assert_close, assert_same, size
-from support.distributed.processes import start
+from support.distributed.processes import start, start_once
 from support.models.diffusers_cases import (
     JOBS,
     MODELS,
@@ -165,7 +165,7 @@ def test_without_diffusers_the_package_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+    return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 
 from flashtile.testing import Size, assert_same, size
-from support.distributed.processes import start
+from support.distributed.processes import start_once
 from support.distributed.transformers import JOBS, MODELS, alone
 from support.running.each_case import each_case
 
@@ -23,10 +23,10 @@ _REFUSED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+    return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_case("name", MODELS)
 def test_models_over_shards_are_the_same_models(name, results):
     """Logits of all tokens and the loss on every rank; gradients that add up. Models round to float32 in places, so
     that is the dtype in which they are the same; the gradient of a bias of keys is 0, where all others cancel."""

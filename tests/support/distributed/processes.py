@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -26,6 +26,9 @@ from flashtile.distributed import context_parallel_attention, schedule, shard_se
 from flashtile.testing import AttentionCase, Inputs, Size, assert_close, assert_same, make_inputs
 from flashtile.testing import run as run_alone
 from flashtile.testing.cases import LEARNED, RelativeScore, cancelled_sizes
+
+if TYPE_CHECKING:
+    import pytest
 
 Job = Callable[[DeviceMesh], Any]
 
@@ -82,6 +85,17 @@ def start(
     """Runs jobs on so many processes. Returns for each rank what each job gave. `method`: of `multiprocessing`."""
     forking()
     mp.start_processes(_process, (ranks, str(folder), device, jobs), nprocs=ranks, start_method=method)
+    return _read(ranks, folder)
+
+
+def start_once(jobs: dict[str, Any], ranks: int, factory: pytest.TempPathFactory, name: str) -> list[_Results]:
+    """`start` for the tests of a file, whichever of the processes that share the tests they run in. `name`: of it."""
+    from support.running.once import once  # ranks need no pytest
+
+    return _read(ranks, once(factory, name, lambda folder: start(jobs, ranks, folder)))
+
+
+def _read(ranks: int, folder: Path) -> list[_Results]:
     return [_Results(torch.load(folder / f"rank{rank}.pt", weights_only=False)) for rank in range(ranks)]
 
 
