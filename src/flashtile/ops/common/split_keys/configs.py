@@ -53,6 +53,7 @@ class TileKey(NamedTuple):
         page_size: rows of a page; 0 without pages.
         whole_words: rows begin at multiples of 4 bytes, so that they can be copied past the registers.
         eight_bits: k and v have 8 bits, and are widened on the way to products.
+        many: each multiprocessor has programs without a split of keys.
     """
 
     dtype: torch.dtype
@@ -62,6 +63,7 @@ class TileKey(NamedTuple):
     page_size: int = 0
     whole_words: bool = True
     eight_bits: bool = False
+    many: bool = False
 
 
 class CombineCut(NamedTuple):
@@ -117,6 +119,15 @@ _HOPPER_SMALL_PAGES: _Table = (
     # stood right before its loads: 42.1, 137, 252 and 956; 128 keys on 8 warps 41.3, 150, 277 and 1,172, on 4 warps
     # 43.9, 159, 289 and 1,139.
     (128, AttendTiles(block_m=16, block_n=64, num_warps=4, num_stages=4)),
+    *_TENSOR_CORES[2:],
+)
+
+#: The same with many programs: four on a multiprocessor, not two, begin and end beside one another. µs for 64 sequences
+#: of 512 keys, 64 of 1,024, 256 of 512 and 32 of 16,384 in pages of 16: 37.8, 67.9, 131.5 and 492; in 4 stages 41.4,
+#: 70.9, 135.1 and 492.
+_HOPPER_MANY: _Table = (
+    _TENSOR_CORES[0],
+    (128, AttendTiles(block_m=16, block_n=64, num_warps=4, num_stages=2)),
     *_TENSOR_CORES[2:],
 )
 
@@ -176,7 +187,9 @@ def _hopper_table(tile_key: TileKey) -> _Table:
     # Tiles of 64 and 128 keys of 8 bits, µs for 8 sequences of 16,384 rows and of 65,536 in pages of 16: 85 and 308, 72
     # and 280, since a tile has a fixed cost; for 64 of 4,096 in pages of 64, where a tile has one page: 147 and 167.
     wide = tile_key.page_size % 128 == 0 or (tile_key.eight_bits and tile_key.page_size % 64)
-    return _HOPPER_FEW_ROWS if wide else _HOPPER_SMALL_PAGES
+    if wide:
+        return _HOPPER_FEW_ROWS
+    return _HOPPER_MANY if tile_key.many and not tile_key.eight_bits else _HOPPER_SMALL_PAGES
 
 
 def shared_memory(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> int:

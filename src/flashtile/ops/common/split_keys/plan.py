@@ -158,16 +158,15 @@ def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
 def _attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple[tuple[str, ...], Kernel, int]:
     """Inputs of a call's pipeline, the kernel that attends, and its splits. `segments`: of a prefix, to add."""
     facts = device_facts(device)
-    _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
+    batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     # Where sequences with many queries are left to others, most of the rest have one.
     group_rows = heads // heads_kv * (seq_q if call.most is None else 1)
     check_rows("q", seq_q, MAX_POSITIONS)
     check_rows("q with all heads that share keys", max(group_rows, heads // heads_kv * (call.total_q or 0)))
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.cache_itemsize) >= _ASYNCHRONOUS
-    tile_key = TileKey(
-        call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, call.cache_itemsize == 1
-    )
+    eight_bits, many = call.cache_itemsize == 1, batch * heads_kv >= multiprocessors(device)
+    tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, eight_bits, many)
     tiles = choose_tiles(facts, tile_key) if call.cut is None else fewer_stages(facts, call.cut.tiles, tile_key)
     with_rows, launched = row_tiles(call, tiles.block_m)
     splits = choose_split_count(
