@@ -166,7 +166,7 @@ def _attending(call: SplitCall, device: torch.device, segments: int = 0) -> tupl
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.cache_itemsize) >= _ASYNCHRONOUS
     eight_bits, many = call.cache_itemsize == 1, batch * heads_kv >= multiprocessors(device)
-    tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, eight_bits, many)
+    tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, eight_bits, many=many)
     tiles = choose_tiles(facts, tile_key) if call.cut is None else fewer_stages(facts, call.cut.tiles, tile_key)
     with_rows, launched = row_tiles(call, tiles.block_m)
     splits = choose_split_count(
