@@ -5,15 +5,15 @@
     python tools/host_path.py --tree ../other     # the sources of another tree, in turns with this one
 
 Tensors are on the CPU, and the code that runs is that of a GPU: the public function, autograd, checks, the choice of
-the backend, the look-up of the plan, allocation and the launch, whose C function is replaced by one that takes any
-arguments. The figures compare two states of the sources; on a GPU (`flashtile bench host-time`) there is the driver's
-part as well.
+the backend, the look-up of the plan, allocation and the launch; the driver's function does nothing. The figures compare
+two states of the sources; on a GPU (`flashtile bench host-time`) there is the driver's part as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -34,7 +34,7 @@ def pretend_gpu() -> None:
     """Makes the code for GPUs serve tensors on the CPU, as one H200 would, and lets nothing be compiled or launched."""
     import triton
 
-    from flashtile._backends import devices, launch, tma
+    from flashtile._backends import devices, launch, launcher, tma
 
     cuda: Any = torch._C
     cuda._cuda_getDevice = lambda: None  # the index of a CPU
@@ -42,10 +42,13 @@ def pretend_gpu() -> None:
     cuda._cuda_isCurrentStreamCapturing = lambda: False
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc,assignment]
     triton.compile = lambda *_, **__: SimpleNamespace(src=SimpleNamespace())
-    launch.direct = lambda compiled: ("".format, (0,) * 9)  # a C function that takes anything and does nothing
+    launch.load = lambda *_: launcher.LoadedFunction(0, 128, 0)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0))
+    nothing = ctypes.CDLL(None).pthread_mutexattr_destroy  # does nothing with whatever it is given, and returns 0
+    launch.driver = lambda: SimpleNamespace(cuLaunchKernelEx=nothing)
     devices.device_facts = lambda device: devices.KNOWN_DEVICES["sm_90"]  # type: ignore[assignment]
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
-    tma._encoded = lambda *given: (0, *given[2].shape, *given[2].strides)
+    tma._encoded = lambda *given: (launcher.Descriptor((), None),)
 
     from flashtile.ops.attention import call as description
     from flashtile.ops.attention import repeated

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import shutil
 import subprocess
 import sys
-import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -123,33 +123,64 @@ def _take(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launcher", lambda: known)
 
 
-@pytest.mark.parametrize("known", [Launcher.TYPED_FUNCTION, Launcher.GENERAL_FUNCTION], ids=lambda each: each.name)
+def _started(arguments: tuple, numbers: int) -> tuple[tuple[int, ...], list[int]]:
+    """Grid, shared memory and stream, and as many arguments of a kernel, as the driver reads them."""
+    config, function, parameters, more = arguments
+    assert function is not None and more is None
+    places = ctypes.cast(parameters, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64)))
+    words = (ctypes.c_uint64 * 7).from_address(ctypes.addressof(config._obj))
+    grid = tuple(half for word in words[:4] for half in (word & 0xFFFFFFFF, word >> 32))[:7]
+    assert words[5:] == [0, 0], "no attributes"
+    return (*grid, words[4]), [places[at][0] for at in range(numbers)]
+
+
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_a_launch_is_one_call_of_the_driver(known, monkeypatch):
-    """With the stream, what belongs to the kernel, and what its machine code takes: no constants, no absent tensors."""
-    passed: list[tuple] = []
-    _take(known, monkeypatch)
-    loaded = launch.LoadedKernel(lambda *a: passed.append(a), ("function",), None)
-    monkeypatch.setattr(launch, "_loaded", lambda source, device: loaded)
+def test_a_launch_is_one_call_of_the_driver(monkeypatch):
+    """With the stream, and what the kernel's machine code takes: no constants, no absent tensors."""
+    started: list[Any] = []
+    read = lambda *arguments: started.append(_started(arguments, 6))  # noqa: E731
+    monkeypatch.setattr(launch, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=read))
+    monkeypatch.setattr(launch, "_loaded", lambda source, device: launcher.LoadedFunction(7, 128, 4096))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    _plan(_PARAMETERS).launch(1024)
-    taken = (1024, 64, 5, _HALF)
-    filling = (0,) * 12 if known is Launcher.TYPED_FUNCTION else ()
-    assert passed == [(5, 1, 1, 99, "function", *taken, *filling)]
+    plan = _plan(_PARAMETERS)
+    plan.launch(1024)
+    gc.collect()
+    plan.launch(2048)
+    plan.launch(1024)
+    expected = [((5, 1, 1, 128, 1, 1, 4096, 99), [address, 64, 5, _HALF, 0, 0]) for address in (1024, 2048, 1024)]
+    assert started == expected
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: calls.append("context"))
+    launcher.call_again(lambda *given: calls.append("call"), (1, 2))
+    assert calls == ["context", "call"]
+    told = SimpleNamespace(cuGetErrorString=lambda error, text: None)
+    monkeypatch.setattr(launcher, "driver", lambda: told)
+    with pytest.raises(RuntimeError, match="CUDA: unknown error"):
+        launcher.call_again(lambda *given: 719, ())
+
+
+def test_a_kernel_that_the_device_has_no_room_for(monkeypatch):
+    utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 1000})
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    flags = dict.fromkeys(("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"), 0)
+    compiled = SimpleNamespace(packed_metadata=(4, 1, 1001), metadata=SimpleNamespace(**flags))
+    with pytest.raises(triton.runtime.errors.OutOfResources, match="shared memory, Required: 1001"):
+        launcher.load(compiled, 0)
 
 
 class _Compiled:
     """Stands for a kernel that Triton has compiled, and unloads when nothing refers to it any more."""
 
-    src = SimpleNamespace(signature=None)
     run, function, packed_metadata = staticmethod(lambda *passed: None), 1, ()
 
 
-@pytest.mark.parametrize("known", list(Launcher), ids=lambda each: each.name)
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_a_kernel_stays_loaded(known, monkeypatch):
-    _take(known, monkeypatch)
+def test_a_kernel_stays_loaded(monkeypatch):
+    _take(Launcher.OBJECT, monkeypatch)
     made: list[weakref.ref[_Compiled]] = []
 
     def compile_kernel(source: Any, device: Any) -> _Compiled:
@@ -160,7 +191,6 @@ def test_a_kernel_stays_loaded(known, monkeypatch):
     monkeypatch.setattr(launch, "_LOADED", {})
     monkeypatch.setattr(launch, "compile_kernel", compile_kernel)
     monkeypatch.setattr(launch, "device_facts", lambda device: None)
-    monkeypatch.setattr(launch, "direct", lambda compiled: (compiled.run, (compiled.function,)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -186,35 +216,29 @@ _DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
         ((_DESCRIPTOR, "constexpr", "*fp32", "fp32"), ("d", "y"), (0.5,), (_HALF,), ("d", None, "y", 0.5)),
     ],
 )
-def test_what_is_compiled_away_is_not_passed(types, given, scalars, words, all_arguments, monkeypatch):
-    """Zeros follow what the kernel takes where the function is one of many."""
-    _take(Launcher.GENERAL_FUNCTION, monkeypatch)
+def test_what_is_compiled_away_is_not_passed(types, given, scalars, words, all_arguments):
     source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
     assert launch._words(source, scalars) == words
-    _take(Launcher.TYPED_FUNCTION, monkeypatch)
-    filled = len(launch.launcher_types(source.present_types))
-    assert filled == 16
-    assert launch._words(source, scalars) == (*words, *(0,) * (filled - len(source.present_types)))
     assert launcher.with_absent(source, scalars, given) == all_arguments
     with pytest.raises(AssertionError, match="more is given than it takes"):
         launcher.with_absent(source, scalars, (*given, None))
 
 
-def test_the_general_function_takes_arguments_as_one():
-    passed: list[tuple] = []
-    launcher._taking_one(lambda *a: passed.append(a), 5)(1, 2, 3, 4, "function", "x", "y")
-    assert passed == [(1, 2, 3, 4, "function", ("x", "y"))]
-
-
-def test_one_c_function_launches_kernels_of_other_types(monkeypatch):
-    """Floating point comes by its bits, negative numbers with the sign, and descriptors as they are."""
-    _take(Launcher.TYPED_FUNCTION, monkeypatch)
-    some, others = ("*fp32", "i32", "fp32"), ("i64", "*bf16", "i32", "i32", "fp32")
-    assert launch.launcher_types(some) == launch.launcher_types(others) == ["i64"] * 16
-    assert launch.launcher_types((_DESCRIPTOR, *some))[:2] == [_DESCRIPTOR, "i64"]
-    assert len(launch.launcher_types(some * 6)) == 32
+def test_arguments_are_integers():
+    """Floating point by its bits, negative numbers with the sign."""
     values = (("fp32", 0.5), ("fp32", 1), ("i32", -2), ("*bf16", 7), ("fp32", 1e300))
     assert [launch.word(*each) for each in values] == [_HALF, 0x3F800000, -2, 7, 0x7F800000]
+
+
+def test_what_a_kernel_takes_for_a_descriptor():
+    """Where it is, then its sizes and strides."""
+    memory = array("q", range(50, 58))
+    first, _ = memory.buffer_info()
+    kernel = launcher.DriverKernel(launcher.LoadedFunction(7, 128, 0), 3, (-1,))
+    descriptor = launcher.Descriptor((first + 16, first, first + 32), memory)
+    arguments, kept = launcher.driver_arguments(kernel, 99, 5, descriptor, 6)
+    assert _started(arguments, 8)[1] == [5, 52, 50, 54, 6, -1, 0, 0]
+    assert launcher.driver_arguments(kernel, 99, 5, descriptor, 6)[0] is arguments and kept is not None
 
 
 def test_floating_point_is_not_given_to_launches():
@@ -253,7 +277,7 @@ def _grouped_plan() -> launch.Plan:
 
 
 def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch):
-    _take(Launcher.TYPED_FUNCTION, monkeypatch)
+    _take(Launcher.DRIVER, monkeypatch)
     source = _grouped_plan().source
     assert source.names == ("x.ptr", "x.bias_ptr", "x.count", "x.stride", "x.WIDTH", "factor", "shift")
     assert source.types == ("*fp32", "constexpr", "i32", "i64", "constexpr", "fp32", "constexpr")
@@ -261,7 +285,7 @@ def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch):
     assert source.constants == {"BLOCK": 64, "x.bias_ptr": None, "x.WIDTH": 60, "shift": None}
     assert source.constant_names == ["BLOCK"]
     assert _grouped_plan().scalars == (5, 64, 60, 0.5, None)
-    assert launch._words(source, _grouped_plan().scalars) == (5, 64, _HALF, *(0,) * 12)
+    assert launch._words(source, _grouped_plan().scalars) == (5, 64, _HALF)
     assert source.nested("abcdefg") == {"x": Rows(*"abcde"), "factor": "f", "shift": "g"}
 
 
@@ -347,47 +371,22 @@ def test_the_interpreter_runs_a_plan_with_a_nested_named_tuple():
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_another_launcher_is_given_tuples_and_constants(monkeypatch):
+def test_another_launcher_is_given_tuples_and_constants():
     """As Triton's own launch gives them to its launcher object, whatever the version."""
     passed: list[tuple] = []
     compiled = SimpleNamespace(run=lambda *each: passed.append(each), function="f", packed_metadata="m")
-    _take(Launcher.OBJECT, monkeypatch)
     plan = _grouped_plan()
-    run, before, _ = launch._entry(compiled, plan.source)
-    launcher.with_all_arguments(run, plan.source, plan.scalars)(5, 1, 1, 99, *before, 1024)
+    run, arguments = launcher.with_all_arguments(compiled, plan.source, 5, plan.scalars)
+    run(*arguments(99, 1024)[0])
     assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
-
-
-def test_a_kernel_gets_its_own_function_while_others_are_loaded(monkeypatch):
-    """Python keeps one object for all modules of a name, with the function of the one that was loaded last."""
-    module: dict[str, Any] = {}
-    monkeypatch.setattr(launcher, "launcher", lambda: Launcher.TYPED_FUNCTION)
-
-    class Compiled:
-        function, packed_metadata = 0, None
-
-        def __init__(self, own: str) -> None:
-            self.own = own
-
-        @property
-        def run(self) -> SimpleNamespace:
-            module["launch"] = self.own
-            time.sleep(0.01)
-            flags = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
-            return SimpleNamespace(launch=module["launch"], launch_cooperative_grid=0, launch_pdl=0, **flags)
-
-    names = [f"kernel {number}" for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        found = threads.map(lambda name: launcher.direct(Compiled(name))[0], names)
-    assert list(found) == names
 
 
 @pytest.mark.parametrize(
     "version, hip, expected",
     [
-        ("3.6.0", None, Launcher.TYPED_FUNCTION),
-        ("3.7.1", None, Launcher.GENERAL_FUNCTION),
-        ("3.9.0+git1234", None, Launcher.GENERAL_FUNCTION),
+        ("3.6.0", None, Launcher.DRIVER),
+        ("3.7.1", None, Launcher.DRIVER),
+        ("3.9.0+git1234", None, Launcher.DRIVER),
         ("3.10.0", None, Launcher.OBJECT),
         ("4.0.0", None, Launcher.OBJECT),
         ("3.6.0", "6.4", Launcher.OBJECT),

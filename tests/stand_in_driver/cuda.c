@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's driver on a machine without a GPU. It runs nothing: it keeps what the last launch would have
-   read of its arguments, refuses to launch what is no longer loaded and to encode descriptors in a thread without a
-   context, and answers Triton's other questions as an H200 would. */
+   read of its arguments, refuses to launch what is no longer loaded, and anything in a thread without a context, and
+   answers Triton's other questions as an H200 would. */
 
 #include "cuda.h"
 #include <string.h>
@@ -26,6 +26,8 @@ int stand_in_programs(void) { return programs; }
 int stand_in_shared_memory(void) { return shared_memory; }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **more) {
+  if (!current)
+    return CUDA_ERROR_INVALID_CONTEXT;
   if (!*(char *)function)
     return CUDA_ERROR_INVALID_HANDLE;
   unsigned char *next = bytes_read;

@@ -31,12 +31,15 @@ from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.assembler import assembler, without_line_tables
 from flashtile._backends.devices import DeviceFacts, compile_target, device_facts, interpreting
 from flashtile._backends.launcher import (
+    DriverKernel,
     Launcher,
-    direct,
-    filling,
+    LoadedFunction,
+    call_again,
+    driver,
+    driver_arguments,
     interpreted,
     launcher,
-    launcher_types,
+    load,
     with_all_arguments,
     word,
 )
@@ -382,45 +385,42 @@ def make_launch(
     if interpreting():
         observe.log_kernel(source, device)
         return interpreted(source, programs, scalars, name)
-    function, before, _ = _loaded(source, device)
-    if launcher() is Launcher.OBJECT:
-        function, after = with_all_arguments(function, source, scalars), ()
+    loaded = _loaded(source, device)
+    start: Callable[..., Any]
+    arguments: Callable[..., tuple[Any, ...]]
+    if isinstance(loaded, LoadedFunction):
+        kernel = DriverKernel(loaded, programs, _words(source, scalars))
+        start, arguments = driver().cuLaunchKernelEx, functools.partial(driver_arguments, kernel)
     else:
-        after = _words(source, scalars)
+        start, arguments = with_all_arguments(loaded, source, programs, scalars)
     index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     always_named, profiling = observe.NVTX, observe.profiling
 
     def launch(*given: Any) -> None:
         if current_device() == index and not (always_named or profiling()):
-            function(programs, 1, 1, current_stream(index), *before, *given, *after)
+            found, _ = arguments(current_stream(index), *given)
+            if start(*found):
+                call_again(start, found)
         else:
             with torch.cuda.device(index), observe.named(name):
-                function(programs, 1, 1, current_stream(index), *before, *given, *after)
+                found, _ = arguments(current_stream(index), *given)
+                if start(*found):
+                    call_again(start, found)
 
     return launch
 
 
 def _words(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments behind the given ones in a call of a C function: it would take 0.4 µs to read past constants and
-    parameters that are compiled away."""
+    """The arguments of a kernel behind those that a launch is given, for the driver: without constants and parameters
+    that are compiled away."""
     first = len(source.types) - len(scalars)
     assert "fp32" not in source.types[:first], f"{source.function.__name__}: float32 is the same for all launches"
-    present = [(of, value) for of, value in zip(source.types[first:], scalars) if of != "constexpr"]
-    return *(word(of, value) for of, value in present), *(0,) * filling(source.present_types)
+    return (*[word(of, value) for of, value in zip(source.types[first:], scalars) if of != "constexpr"],)
 
 
-class LoadedKernel(NamedTuple):
-    """A kernel that is on a device, as long as something refers to `compiled`: from 3.8 on Triton unloads it then.
-    `function`, `before`: what a launch calls, and its arguments between stream and parameters."""
-
-    function: Callable[..., None]
-    before: tuple[Any, ...]
-    compiled: CompiledKernel
-
-
-#: For the rest of the process, because launches refer to the function only.
-_LOADED: dict[tuple[Any, ...], LoadedKernel] = {}
+#: Kernels that are on a device, for the rest of the process: as the driver has them, or as Triton has compiled them.
+_LOADED: dict[tuple[Any, ...], LoadedFunction | CompiledKernel] = {}
 
 
 def _load_with_others(plan: Plan) -> None:
@@ -435,24 +435,17 @@ def _key(source: KernelSource, device: torch.device) -> tuple[Any, ...]:
     return (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
 
 
-def _loaded(source: KernelSource, device: torch.device) -> LoadedKernel:
+def _loaded(source: KernelSource, device: torch.device) -> LoadedFunction | CompiledKernel:
     key = _key(source, device)
     found = _LOADED.get(key)
     if found is None:
         observe.log_kernel(source, device)
         with torch.cuda.device(device):
-            found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)), source)
+            compiled = compile_kernel(source, device_facts(device))
+            if launcher() is Launcher.DRIVER:
+                compiled = load(compiled, triton.runtime.driver.active.get_current_device())
+            found = _LOADED[key] = compiled
     return found
-
-
-def _entry(compiled: CompiledKernel, source: KernelSource) -> LoadedKernel:
-    """Loads a kernel, for what `launcher` says that a launch calls."""
-    if launcher() is not Launcher.OBJECT:
-        compiled.src.signature = dict(enumerate(launcher_types(source.present_types)))
-        return LoadedKernel(*direct(compiled), compiled)
-    run = compiled.run  # loads the binary
-    before = compiled.function, compiled.packed_metadata, None, None, None
-    return LoadedKernel(run, before, compiled)
 
 
 def _address(tensor: Tensor | None) -> int:

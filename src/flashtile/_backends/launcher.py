@@ -1,14 +1,13 @@
-"""How a launch reaches the driver, or Triton's interpreter. Versions of Triton differ in the function for the driver,
-and in what that function takes.
+"""How a launch reaches NVIDIA's driver, or Triton's interpreter.
 
 Triton's launcher object looks at every argument of every launch, and encodes TMA descriptors anew each time. That takes
-as long as all the rest of a call. The C functions behind it that are known here are therefore called directly, with
-plain arguments: no tuples, no constants, and descriptors that are encoded already (`tma.descriptor_maker`).
+longer than all the rest of a call. With the versions of Triton that are known here a launch therefore calls the
+driver's own function. What that takes is remembered, because the tensors of a repeated call are mostly where those of
+an earlier one were: a launch is then a look-up and a call of C.
 
-CUDA takes from each argument as many bytes as the parameter has, and reads no argument past the last parameter. Every
-argument but a descriptor is therefore an integer of 64 bits, floating point by its bits. Triton 3.6 writes a function
-in C for each list of parameter types, and a C compiler takes about a third of a second: zeros fill up to a multiple of
-16 arguments there, and a kernel finds a function that was compiled for another one.
+CUDA takes from each argument as many bytes as the parameter has. Every argument but a descriptor is therefore an
+integer of 64 bits, floating point by its bits. Behind the parameters of a kernel Triton adds two pointers, to memory
+that these kernels do not ask for.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import inspect
-import threading
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import triton
@@ -29,35 +27,20 @@ from flashtile._backends.devices import triton_version
 
 
 class Launcher(enum.Enum):
-    """The kinds of function that a launch may call."""
+    """What a launch calls."""
 
-    TYPED_FUNCTION = "the C function that Triton writes for a list of parameter types"
-    GENERAL_FUNCTION = "the C function for all kernels, which is told the types and takes the arguments as a tuple"
+    DRIVER = "the function of NVIDIA's driver"
     OBJECT = "Triton's launcher object, whatever is behind it"
 
 
 @functools.cache
 def launcher() -> Launcher:
-    """The one that this Triton has."""
-    if torch.version.hip is not None or triton_version() > _NEWEST_KNOWN:
-        return Launcher.OBJECT
-    return Launcher.TYPED_FUNCTION if triton_version() == (3, 6) else Launcher.GENERAL_FUNCTION
+    """What it calls with this Triton."""
+    return Launcher.OBJECT if torch.version.hip is not None or triton_version() > _NEWEST_KNOWN else Launcher.DRIVER
 
 
-#: The newest Triton whose C function is known here.
+#: The newest Triton of which it is known what its kernels take.
 _NEWEST_KNOWN = 3, 9
-#: With `Launcher.TYPED_FUNCTION` arguments come in so many.
-_TOGETHER = 16
-
-
-def filling(types: Sequence[str]) -> int:
-    """How many zeros follow the arguments of these parameters."""
-    return -len(types) % _TOGETHER if launcher() is Launcher.TYPED_FUNCTION else 0
-
-
-def launcher_types(types: Sequence[str]) -> list[str]:
-    """The types that Triton's function is made for or told, of a kernel whose parameters have these."""
-    return [of if of.startswith("tensordesc") else "i64" for of in types] + ["i64"] * filling(types)
 
 
 def word(of: str, value: Any) -> Any:
@@ -70,40 +53,125 @@ def placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ..
     return tuple(arguments[at] if isinstance(at, int) else placed(at, arguments) for at in places)
 
 
-#: Held while a kernel's C function is loaded. Triton 3.6 loads each as a module of the same name. For a name Python
-#: keeps one object, which gets the function of any module that is loaded again. A thread could thus take that of
-#: another.
-_loading = threading.Lock()
+# --- NVIDIA's driver --------------------------------------------------------------------------------------------------
 
 
-def direct(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """The C function that launches a kernel, which was compiled for `launcher_types`: `function(programs, 1, 1, stream,
-    *before, *arguments)`, and what `before` is."""
-    with _loading:
-        run = compiled.run  # loads the binary
-    function, metadata = compiled.function, compiled.packed_metadata
-    assert not run.global_scratch_size and not run.profile_scratch_size
-    flags, hooks, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None)
-    if launcher() is Launcher.TYPED_FUNCTION:
-        return _unwrapped(run.launch), (function, *flags, *scratch, metadata, None, *hooks)
-    types = run.arg_annotations, run.kernel_signature
-    before = function, *flags, metadata, None, *hooks, *scratch, *types
-    return _taking_one(triton.runtime.driver.active.utils.launch, 4 + len(before)), before
+@functools.cache
+def driver() -> Any:
+    """Its functions let go of Python's lock. They return 0, or the number of an error."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
-def _taking_one(launch: Callable[..., None], others: int) -> Callable[..., None]:
-    """The general function takes the arguments of a kernel as one, behind so many others."""
+def call_again(function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Calls a function of the driver that has failed, and has done nothing. Perhaps this is the first that a thread
+    asks of a GPU: such a thread has no context yet.
 
-    def enqueue(*passed: Any) -> None:
-        launch(*passed[:others], passed[others:])
+    Raises:
+        RuntimeError: it fails again.
+    """
+    torch.cuda.mem_get_info()  # as any call of CUDA's runtime, it gives the thread the context of its device
+    error = function(*arguments)
+    if error:
+        raise_error(error)
 
-    return enqueue
+
+def raise_error(error: int) -> NoReturn:
+    """Raises an error of the driver."""
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(error, ctypes.byref(text))
+    raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({error})")
 
 
-def _unwrapped(launch: Callable[..., None]) -> Callable[..., None]:
-    """Triton 3.6 wraps its function for a kernel with descriptors in one that encodes them."""
-    wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
-    return wrapped.get("launcher", launch)
+class Descriptor:
+    """An encoded TMA descriptor.
+
+    Attributes:
+        places: the addresses of what a kernel takes for it: the descriptor itself, its sizes and its strides.
+        kept: the memory there.
+    """
+
+    __slots__ = ("kept", "places")
+
+    def __init__(self, places: Sequence[int], kept: Any) -> None:
+        self.places, self.kept = places, kept
+
+
+class _Config(ctypes.Structure):
+    """CUDA's CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attributes_count", ctypes.c_uint),
+    )
+
+
+class DriverKernel:
+    """A launch of a kernel that is loaded.
+
+    Attributes:
+        function: the driver's.
+        grid: programs, then 1 and 1; threads of each, then 1 and 1; bytes of shared memory.
+        places: the addresses of the arguments that are the same for all launches.
+    """
+
+    __slots__ = ("_fixed", "function", "grid", "places")
+
+    def __init__(self, loaded: LoadedFunction, programs: int, fixed: Sequence[int]) -> None:
+        """`fixed`: the last arguments, which are the same for all launches."""
+        self.function = ctypes.c_void_p.from_param(loaded.function)
+        self.grid = programs, 1, 1, loaded.threads, 1, 1, loaded.shared_memory
+        self._fixed = array("q", (*fixed, 0, 0))
+        first, count = self._fixed.buffer_info()
+        self.places = [*range(first, first + 8 * count, 8)]
+
+
+class LoadedFunction(NamedTuple):
+    """A kernel on a device: the driver's function, threads of a program, and bytes of its shared memory."""
+
+    function: int
+    threads: int
+    shared_memory: int
+
+
+def load(compiled: Any, device: int) -> LoadedFunction:
+    """Loads a kernel that Triton has compiled, for the rest of the process.
+
+    Raises:
+        triton.runtime.errors.OutOfResources: its programs take more shared memory than the device has.
+    """
+    warps, clusters, shared = compiled.packed_metadata
+    metadata, utils = compiled.metadata, triton.runtime.driver.active.utils
+    assert clusters == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl)
+    assert not (metadata.global_scratch_size or metadata.profile_scratch_size)
+    most = utils.get_device_properties(device)["max_shared_mem"]
+    if shared > most:
+        raise triton.runtime.errors.OutOfResources(shared, most, "shared memory")
+    _, function, *_ = utils.load_binary(compiled.name, compiled.kernel, shared, device)
+    return LoadedFunction(function, 32 * warps, shared)
+
+
+@functools.lru_cache(maxsize=4096)
+def driver_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of the driver's `cuLaunchKernelEx`, and the memory that they are in. `given`: the first arguments
+    of the kernel, integers and descriptors. The last answers for all kernels are remembered."""
+    numbers = array("q", [each if type(each) is int else 0 for each in given])
+    place, _ = numbers.buffer_info()
+    places: list[int] = []
+    for each in given:
+        if type(each) is int:
+            places.append(place)
+        else:
+            places += each.places
+        place += 8
+    parameters = array("Q", places + kernel.places)
+    config = ctypes.byref(_Config(*kernel.grid, stream, None, 0))
+    address = ctypes.c_void_p.from_param(parameters.buffer_info()[0])
+    return (config, kernel.function, address, None), (numbers, parameters, given)
+
+
+# --- Triton's launcher object -----------------------------------------------------------------------------------------
 
 
 def with_absent(source: Any, scalars: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,18 +184,21 @@ def with_absent(source: Any, scalars: tuple[Any, ...], given: tuple[Any, ...]) -
     return arguments
 
 
-def with_all_arguments(run: Callable[..., None], source: Any, scalars: tuple[Any, ...]) -> Callable[..., None]:
-    """Passes on what Triton's launcher object takes for a kernel, a `launch.KernelSource`: tuples for NamedTuples, and
-    the constants."""
+def with_all_arguments(
+    compiled: Any, source: Any, programs: int, scalars: tuple[Any, ...]
+) -> tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]:
+    """Triton's launcher object for a kernel, a `launch.KernelSource`, and a function from the stream and what a launch
+    is given to its arguments: tuples for NamedTuples, and the constants."""
+    run = compiled.run  # loads the binary
+    before = compiled.function, compiled.packed_metadata, None, None, None
     constants = [source.constants[name] for name in source.constant_names]
     places = tuple(source.nested(range(len(source.types))).values())
-    others = 4 + 5  # before the arguments
 
-    def enqueue(*passed: Any) -> None:
-        arguments = with_absent(source, scalars, passed[others:])
-        run(*passed[:others], *placed(places, arguments), *constants)
+    def arguments(stream: int, *given: Any) -> tuple[Any, ...]:
+        passed = with_absent(source, scalars, given)
+        return (programs, 1, 1, stream, *before, *placed(places, passed), *constants), compiled
 
-    return enqueue
+    return run, arguments
 
 
 # --- Triton's interpreter, which runs a kernel on a CPU, program after program: for tests -----------------------------

@@ -6,21 +6,24 @@ Outside of the tensor a copy reads zeros, or NaN if the layout says so, and writ
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.launch import ABSENT, ELEMENT_TYPES, Parameter
-from flashtile._backends.launcher import Launcher, launcher
+from flashtile._backends.launcher import Descriptor, Launcher, call_again, driver, launcher
 
 #: CUDA's CUtensorMapDataType.
 _DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # 0: bytes
 #: CUDA's CUtensorMapSwizzle, by the bytes of a row.
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+#: One of CUDA's CUtensorMapL2promotion.
+_PROMOTION_TO_128_BYTES = 2
 
 #: Rows of a packed tensor in its descriptor, and the size of the dimensions that only carry coordinates.
 PACKED_ROWS = 2**30
@@ -145,21 +148,35 @@ def joined(makers: Sequence[tuple[Callable[[int], tuple], int]]) -> Callable[...
 
 
 def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
-    """For Triton's C functions: the encoded descriptor, then shape and strides."""
+    """For the driver."""
     swizzle = swizzle_bytes(dtype, box, swizzled)
     # Triton moves wider boxes in several messages.
     message = (*box[:-1], swizzle // dtype.itemsize) if swizzle else box
-    driver = triton.runtime.driver.active.utils
-    encode = getattr(driver, "fill_tma_descriptor_tiled", None) or driver.fill_tma_descriptor  # its name in 3.6
-    shape, strides, nan_outside = layout
-    sizes = list(message), list(shape), list(strides)
-    arguments = address, _SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], *sizes, int(nan_outside)
-    try:
-        encoded = encode(*arguments)
-    except RuntimeError:  # perhaps a thread whose first use of the GPU this is: it has no context yet
-        torch.cuda.mem_get_info()  # gives it the one of its device, as any call that needs one
-        encoded = encode(*arguments)
-    return encoded, *shape, *strides
+    return (_encode(address, _SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], message, *layout),)
+
+
+def _encode(
+    address: int, swizzle: int, itemsize: int, data_type: int, box: Sequence[int], shape: Sequence[int],
+    strides: Sequence[int], nan_outside: bool,
+) -> Descriptor:  # fmt: skip
+    """Has the driver encode a descriptor, whose innermost dimension comes first there, with the options of Triton."""
+    memory = array("Q", bytes(128 + 64))
+    place = -(-memory.buffer_info()[0] // 64) * 64
+    numbers = array("q", (*shape, *strides))
+    first, count = numbers.buffer_info()
+    told = [
+        array("Q", shape[::-1]), array("Q", [stride * itemsize for stride in strides[-2::-1]]),
+        array("I", box[::-1]), array("I", [1] * len(box)),
+    ]  # fmt: skip
+    pointers = [ctypes.c_void_p(each.buffer_info()[0]) for each in told]
+    arguments = (
+        ctypes.c_void_p(place), data_type, len(box), ctypes.c_void_p(address), *pointers, 0, swizzle,
+        _PROMOTION_TO_128_BYTES, int(nan_outside),
+    )  # fmt: skip
+    encode = driver().cuTensorMapEncodeTiled
+    if encode(*arguments):
+        call_again(encode, arguments)
+    return Descriptor((place, *range(first, first + 8 * count, 8)), (memory, numbers))
 
 
 def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:

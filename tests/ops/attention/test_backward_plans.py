@@ -19,6 +19,7 @@ from triton import language as tl
 
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import together
+from flashtile._backends.launcher import LoadedFunction
 from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.hopper import launch as hopper
@@ -136,14 +137,14 @@ def test_kernels_are_loaded_at_the_same_time(monkeypatch):
     plans = {name: backend_launch.Plan(_source(name), 1, (), device) for name in ("first", "second", "broken")}
     loaded: dict[Any, str] = {}
 
-    def load(source: Any, device: torch.device) -> backend_launch.LoadedKernel:
+    def load(source: Any, device: torch.device) -> LoadedFunction:
         name = source.constants["NAME"]
         if threading.current_thread() is not threading.main_thread():
             meeting.wait()
         if name == "broken":
             raise RuntimeError("does not compile")
         loaded[backend_launch._key(source, device)] = name
-        return backend_launch.LoadedKernel(lambda *given: None, (), None)
+        return LoadedFunction(0, 0, 0)
 
     monkeypatch.setattr(backend_launch, "_LOADED", loaded)
     monkeypatch.setattr(backend_launch, "_loaded", load)

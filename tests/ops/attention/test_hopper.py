@@ -1781,14 +1781,7 @@ def test_dtypes_compile(dtype, index_dtypes):
 def test_descriptors_are_encoded_as_the_kernel_expects(form, monkeypatch):
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []
-
-    class Utils:
-        @staticmethod
-        def fill_tma_descriptor_tiled(*arguments):
-            told.append(arguments)
-            return "descriptor"
-
-    monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
+    monkeypatch.setattr(tma, "_encode", lambda *arguments: told.append(arguments) or "descriptor")
     plan, call = hopper_plan(_EVERY_FORWARD[form]), machine_code.described_on_hopper(_EVERY_FORWARD[form])
     described = forward._moved_tensors(call, configs.forward_config(call), None).values()
     made = [moved.maker()(4096)[0] for moved in described if moved.box is not None]
