@@ -34,7 +34,7 @@ def pretend_gpu() -> None:
     """Makes the code for GPUs serve tensors on the CPU, as one H200 would, and lets nothing be compiled or launched."""
     import triton
 
-    from flashtile._backends import devices, launch, launcher, tma
+    from flashtile._backends import devices, launch, launcher, pipeline, tma
 
     cuda: Any = torch._C
     cuda._cuda_getDevice = lambda: None  # the index of a CPU
@@ -45,7 +45,7 @@ def pretend_gpu() -> None:
     launch.load = lambda *_: launcher.LoadedFunction(0, 128, 0)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_device=lambda: 0))
     nothing = ctypes.CDLL(None).pthread_mutexattr_destroy  # does nothing with whatever it is given, and returns 0
-    launch.driver = lambda: SimpleNamespace(cuLaunchKernelEx=nothing)
+    launch.driver = pipeline.driver = lambda: SimpleNamespace(cuLaunchKernelEx=nothing)
     devices.device_facts = lambda device: devices.KNOWN_DEVICES["sm_90"]  # type: ignore[assignment]
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
     tma._encoded = lambda *given: (launcher.Descriptor((), None),)

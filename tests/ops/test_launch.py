@@ -26,10 +26,11 @@ if devices.triton_missing():
 import triton
 import triton.language as tl
 
-from flashtile._backends import launch, launcher
+from flashtile._backends import launch, launcher, pipeline
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, stride_parameters
 from flashtile._backends.launcher import Launcher
-from flashtile._backends.pipeline import Kernel
+from flashtile._backends.pipeline import Kernel, Pipeline
 from support.compilation.machine_code import compile_source
 from support.running.each_case import each_case
 
@@ -238,7 +239,32 @@ def test_what_a_kernel_takes_for_a_descriptor():
     descriptor = launcher.Descriptor((first + 16, first, first + 32), memory)
     arguments, kept = launcher.driver_arguments(kernel, 99, 5, descriptor, 6)
     assert _started(arguments, 8)[1] == [5, 52, 50, 54, 6, -1, 0, 0]
-    assert launcher.driver_arguments(kernel, 99, 5, descriptor, 6)[0] is arguments and kept is not None
+    assert kept is not None
+
+
+@pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
+def test_later_runs_of_a_pipeline_start_its_kernels_as_the_first(monkeypatch):
+    """From what is remembered, for each stream and all addresses."""
+    started: list[Any] = []
+    stream = [99]
+    read = lambda *arguments: started.append(_started(arguments, 6))  # noqa: E731
+    for module in (launch, pipeline):
+        monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=read))
+    monkeypatch.setattr(launch, "_loaded", lambda source, device: launcher.LoadedFunction(7, 128, 4096))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    kernels = {
+        name: Kernel(scale_kernel, _PARAMETERS, _CONSTANTS, programs, {"x_ptr": buffer})
+        for name, programs, buffer in (("one", 5, "x"), ("two", 6, "out"), ("three", 7, "part"), ("none", 0, "x"))
+    }
+    out = contiguous((4,), torch.float32)
+    of_pass = Pipeline(_CPU, kernels, ("x",), {"out": out}, {"first": 5, "part": 3})
+    for address, stream[0] in ((1024, 99), (1024, 99), (2048, 99), (1024, 98), (1024, 99)):
+        made = of_pass.run(address)
+        found = [(grid[0], grid[-1], numbers) for grid, numbers in started]
+        addresses = address, made[0].data_ptr(), made[1].data_ptr() + 32
+        assert found == [(programs, stream[0], [at, 64, 5, _HALF, 0, 0]) for programs, at in zip((5, 6, 7), addresses)]
+        started.clear()
 
 
 def test_floating_point_is_not_given_to_launches():

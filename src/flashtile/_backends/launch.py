@@ -386,29 +386,50 @@ def make_launch(
         observe.log_kernel(source, device)
         return interpreted(source, programs, scalars, name)
     loaded = _loaded(source, device)
-    start: Callable[..., Any]
-    arguments: Callable[..., tuple[Any, ...]]
     if isinstance(loaded, LoadedFunction):
         kernel = DriverKernel(loaded, programs, _words(source, scalars))
-        start, arguments = driver().cuLaunchKernelEx, functools.partial(driver_arguments, kernel)
-    else:
-        start, arguments = with_all_arguments(loaded, source, programs, scalars)
-    index = device.index
-    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    always_named, profiling = observe.NVTX, observe.profiling
+        return Launch(driver().cuLaunchKernelEx, functools.partial(driver_arguments, kernel), device, name, kernel)
+    return Launch(*with_all_arguments(loaded, source, programs, scalars), device, name)
 
-    def launch(*given: Any) -> None:
-        if current_device() == index and not (always_named or profiling()):
-            found, _ = arguments(current_stream(index), *given)
-            if start(*found):
-                call_again(start, found)
+
+class Launch:
+    """A launch of a kernel that is loaded, a function of what each launch is given.
+
+    Attributes:
+        start: enqueues the kernel.
+        arguments: a function from the stream and what the launch is given to those of `start`, and what keeps them.
+        kernel: what the driver launches; None where Triton's launcher object does.
+    """
+
+    __slots__ = ("_device", "_name", "arguments", "kernel", "start")
+
+    def __init__(
+        self,
+        start: Callable[..., Any],
+        arguments: Callable[..., tuple[tuple[Any, ...], Any]],
+        device: torch.device,
+        name: str,
+        kernel: DriverKernel | None = None,
+    ) -> None:
+        self.start, self.arguments, self.kernel, self._device, self._name = start, arguments, kernel, device, name
+
+    def __call__(self, *given: Any) -> None:
+        if unseen(self._device):
+            self._enqueue(given)
         else:
-            with torch.cuda.device(index), observe.named(name):
-                found, _ = arguments(current_stream(index), *given)
-                if start(*found):
-                    call_again(start, found)
+            with torch.cuda.device(self._device), observe.named(self._name):
+                self._enqueue(given)
 
-    return launch
+    def _enqueue(self, given: tuple[Any, ...]) -> None:
+        arguments, _ = self.arguments(torch._C._cuda_getCurrentRawStream(self._device.index), *given)
+        if self.start(*arguments):
+            call_again(self.start, arguments)
+
+
+def unseen(device: torch.device) -> bool:
+    """Whether a launch needs nothing but a call of the driver: the device is the current one, and no profile is to have
+    the launch's name."""
+    return torch._C._cuda_getDevice() == device.index and not (observe.NVTX or observe.profiling())
 
 
 def _words(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Any, ...]:

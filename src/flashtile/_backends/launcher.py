@@ -152,10 +152,9 @@ def load(compiled: Any, device: int) -> LoadedFunction:
     return LoadedFunction(function, 32 * warps, shared)
 
 
-@functools.lru_cache(maxsize=4096)
 def driver_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tuple[Any, ...], Any]:
     """The arguments of the driver's `cuLaunchKernelEx`, and the memory that they are in. `given`: the first arguments
-    of the kernel, integers and descriptors. The last answers for all kernels are remembered."""
+    of the kernel, integers and descriptors."""
     numbers = array("q", [each if type(each) is int else 0 for each in given])
     place, _ = numbers.buffer_info()
     places: list[int] = []

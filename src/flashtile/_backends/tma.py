@@ -136,17 +136,6 @@ class TmaTensor(NamedTuple):
         return descriptor_maker(self.dtype, self.box, self.layout, self.swizzled)
 
 
-def joined(makers: Sequence[tuple[Callable[[int], tuple], int]]) -> Callable[..., tuple]:
-    """A function from the addresses of several tensors to all that makers make, each of the address whose number
-    stands beside it."""
-
-    @functools.lru_cache(maxsize=64)
-    def make(*addresses: int) -> tuple:
-        return tuple(part for maker, number in makers for part in maker(addresses[number]))
-
-    return make
-
-
 def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
     """For the driver."""
     swizzle = swizzle_bytes(dtype, box, swizzled)
