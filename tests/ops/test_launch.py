@@ -129,7 +129,7 @@ def _started(arguments: tuple, numbers: int) -> tuple[tuple[int, ...], list[int]
     config, function, parameters, more = arguments
     assert function is not None and more is None
     places = ctypes.cast(parameters, ctypes.POINTER(ctypes.POINTER(ctypes.c_int64)))
-    words = (ctypes.c_uint64 * 7).from_address(ctypes.addressof(config._obj))
+    words = ctypes.cast(config, ctypes.POINTER(ctypes.c_uint64))[:7]
     grid = tuple(half for word in words[:4] for half in (word & 0xFFFFFFFF, word >> 32))[:7]
     assert words[5:] == [0, 0], "no attributes"
     return (*grid, words[4]), [places[at][0] for at in range(numbers)]
@@ -237,7 +237,7 @@ def test_what_a_kernel_takes_for_a_descriptor():
     first, _ = memory.buffer_info()
     kernel = launcher.DriverKernel(launcher.LoadedFunction(7, 128, 0), 3, (-1,))
     descriptor = launcher.Descriptor((first + 16, first, first + 32), memory)
-    arguments, kept = launcher.driver_arguments(kernel, 99, 5, descriptor, 6)
+    arguments, kept = launcher.single_arguments(kernel, 99, 5, descriptor, 6)
     assert _started(arguments, 8)[1] == [5, 52, 50, 54, 6, -1, 0, 0]
     assert kept is not None
 

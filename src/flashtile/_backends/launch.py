@@ -36,10 +36,10 @@ from flashtile._backends.launcher import (
     LoadedFunction,
     call_again,
     driver,
-    driver_arguments,
     interpreted,
     launcher,
     load,
+    single_arguments,
     with_all_arguments,
     word,
 )
@@ -388,7 +388,7 @@ def make_launch(
     loaded = _loaded(source, device)
     if isinstance(loaded, LoadedFunction):
         kernel = DriverKernel(loaded, programs, _words(source, scalars))
-        return Launch(driver().cuLaunchKernelEx, functools.partial(driver_arguments, kernel), device, name, kernel)
+        return Launch(driver().cuLaunchKernelEx, functools.partial(single_arguments, kernel), device, name, kernel)
     return Launch(*with_all_arguments(loaded, source, programs, scalars), device, name)
 
 

@@ -96,23 +96,12 @@ class Descriptor:
         self.places, self.kept = places, kept
 
 
-class _Config(ctypes.Structure):
-    """CUDA's CUlaunchConfig."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attributes_count", ctypes.c_uint),
-    )
-
-
 class DriverKernel:
     """A launch of a kernel that is loaded.
 
     Attributes:
         function: the driver's.
-        grid: programs, then 1 and 1; threads of each, then 1 and 1; bytes of shared memory.
+        grid: the beginning of CUDA's CUlaunchConfig, in words of 64 bits.
         places: the addresses of the arguments that are the same for all launches.
     """
 
@@ -120,8 +109,9 @@ class DriverKernel:
 
     def __init__(self, loaded: LoadedFunction, programs: int, fixed: Sequence[int]) -> None:
         """`fixed`: the last arguments, which are the same for all launches."""
-        self.function = ctypes.c_void_p.from_param(loaded.function)
-        self.grid = programs, 1, 1, loaded.threads, 1, 1, loaded.shared_memory
+        self.function = _POINTER(loaded.function)
+        one = 1 << 32  # the second half of a word
+        self.grid = programs | one, 1 | loaded.threads << 32, 1 | one, loaded.shared_memory
         self._fixed = array("q", (*fixed, 0, 0))
         first, count = self._fixed.buffer_info()
         self.places = [*range(first, first + 8 * count, 8)]
@@ -152,9 +142,20 @@ def load(compiled: Any, device: int) -> LoadedFunction:
     return LoadedFunction(function, 32 * warps, shared)
 
 
-def driver_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of the driver's `cuLaunchKernelEx`, and the memory that they are in. `given`: the first arguments
-    of the kernel, integers and descriptors."""
+def driver_arguments(kernel: DriverKernel, stream: int, places: list[int]) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of the driver's `cuLaunchKernelEx`, and the memory that some of them are in. `places`: addresses of
+    the kernel's first arguments, which stay there."""
+    parameters, config = array("Q", places + kernel.places), array("Q", (*kernel.grid, stream, 0, 0))
+    of_config, of_parameters = (_POINTER(each.buffer_info()[0]) for each in (config, parameters))
+    return (of_config, kernel.function, of_parameters, None), (parameters, config)
+
+
+#: A pointer as an argument of a function of C.
+_POINTER = ctypes.c_void_p.from_param
+
+
+def single_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tuple[Any, ...], Any]:
+    """The same of a launch by itself. `given`: the first arguments of the kernel, integers and descriptors."""
     numbers = array("q", [each if type(each) is int else 0 for each in given])
     place, _ = numbers.buffer_info()
     places: list[int] = []
@@ -164,10 +165,8 @@ def driver_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tu
         else:
             places += each.places
         place += 8
-    parameters = array("Q", places + kernel.places)
-    config = ctypes.byref(_Config(*kernel.grid, stream, None, 0))
-    address = ctypes.c_void_p.from_param(parameters.buffer_info()[0])
-    return (config, kernel.function, address, None), (numbers, parameters, given)
+    arguments, memory = driver_arguments(kernel, stream, places)
+    return arguments, (memory, numbers, given)
 
 
 # --- Triton's launcher object -----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import struct
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,12 +91,25 @@ class Kernel(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A launch. `given`: from all addresses to what the plan's launch is given. `repeated`: the place of a buffer for
-    which there are several addresses, each with a launch of its own; None if there is one launch."""
+    """A launch.
+
+    Attributes:
+        makers: functions that make its descriptors from an address, and the places of these among all.
+        places: of the addresses of its pointers, which follow.
+        repeated: the place of a buffer for which there are several addresses, each with a launch of its own; None if
+            there is one launch.
+    """
 
     plan: Plan
-    given: Callable[[tuple], tuple]
+    makers: Sequence[tuple[Callable[[int], tuple], int]]
+    places: Sequence[int]
     repeated: int | None
+
+    def descriptors(self, addresses: tuple) -> list[Any]:
+        return [part for make, place in self.makers for part in make(addresses[place])]
+
+    def launch(self, addresses: tuple) -> None:
+        self.plan.launch(*self.descriptors(addresses), *[addresses[place] for place in self.places])
 
 
 #: A tensor as launches take it: its address, or itself for the interpreter.
@@ -188,29 +203,21 @@ def _runner(
             made[place].zero_()
         addresses = (*given, *map(ADDRESS, made))
         if loaded is not None and loaded.current_device() == index and not (always_named or profiling()):
-            start = loaded.start
-            for arguments, _ in _driver_calls(loaded, loaded.current_stream(index), *addresses):
-                if start(*arguments):
-                    call_again(start, arguments)
+            loaded.launch(addresses, loaded.current_stream(index))
             return made
         if scratch is not None:
             addresses += scratch.addresses(addresses[-1])
         for step in steps:
             if step.repeated is None:
-                step.plan.launch(*step.given(addresses))
+                step.launch(addresses)
             else:
-                before, several, after = _parts(addresses, step.repeated)
-                for address in several:
-                    step.plan.launch(*step.given((*before, address, *after)))
-        if loaded is None and all(_by_driver(step) for step in steps):
-            loaded = _Loaded(steps, scratch)
+                for address in addresses[step.repeated]:
+                    step.launch((*addresses[: step.repeated], address, *addresses[step.repeated + 1 :]))
+        if loaded is None and steps and all(map(_by_driver, steps)):
+            loaded = _Loaded(steps, scratch, len(given) + len(made))
         return made
 
     return run
-
-
-def _parts(elements: tuple, place: int) -> tuple[tuple, Any, tuple]:
-    return elements[:place], elements[place], elements[place + 1 :]
 
 
 def _by_driver(step: _Step) -> bool:
@@ -219,22 +226,73 @@ def _by_driver(step: _Step) -> bool:
 
 
 class _Loaded:
-    """The kernels of a pipeline, which the driver launches, and what it takes to call it."""
+    """The kernels of a pipeline once they are loaded: how the driver launches them. What a repeated call does here is
+    the host's time of small calls.
 
-    __slots__ = ("current_device", "current_stream", "scratch", "start", "steps")
+    Attributes:
+        current_device, current_stream: of PyTorch, by short names.
+    """
 
-    def __init__(self, steps: Sequence[_Step], scratch: Scratch | None) -> None:
-        self.steps, self.scratch, self.start = steps, scratch, driver().cuLaunchKernelEx
+    __slots__ = ("_moved", "_pack_into", "_scratch", "_start", "_steps", "current_device", "current_stream")
+
+    def __init__(self, steps: Sequence[_Step], scratch: Scratch | None, count: int) -> None:
+        """`count`: addresses of a run, without those of parts of the scratch buffer."""
+        self._steps, self._scratch, self._start = steps, scratch, driver().cuLaunchKernelEx
+        # Parts of the scratch buffer lie where that lies, which is the last.
+        self._moved = _picker([*dict.fromkeys(min(place, count - 1) for step in steps for _, place in step.makers)])
+        self._pack_into = struct.Struct(f"{count + (0 if scratch is None else len(scratch.parts))}q").pack_into
         self.current_device, self.current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+    def launch(self, addresses: tuple[int, ...], stream: int) -> None:
+        """Launches the kernels. Their arguments lie in memory that nobody else uses meanwhile."""
+        unused = _unused_arguments(self, stream, *self._moved(addresses))
+        arguments = unused.pop() if unused else self._arguments(addresses, stream)
+        if arguments.addresses != addresses:
+            arguments.addresses = addresses
+            self._pack_into(arguments.numbers, 0, *self._with_scratch(addresses))
+        start = self._start
+        for each in arguments.of_driver:
+            if start(*each):
+                call_again(start, each)
+        unused.append(arguments)
+
+    def _with_scratch(self, addresses: tuple[int, ...]) -> tuple[int, ...]:
+        return addresses if self._scratch is None else addresses + self._scratch.addresses(addresses[-1])
+
+    def _arguments(self, addresses: tuple[int, ...], stream: int) -> _Arguments:
+        return _Arguments(self._steps, addresses, self._with_scratch(addresses), stream)
+
+
+class _Arguments:
+    """The arguments of the launches of a pipeline, on one stream, and with descriptors of tensors at some addresses.
+
+    Attributes:
+        addresses: of the buffers of a run.
+        numbers: these and those of the parts of the scratch buffer, where kernels find them.
+        of_driver: the arguments of the driver's function, for each launch.
+    """
+
+    __slots__ = ("_kept", "addresses", "numbers", "of_driver")
+
+    def __init__(
+        self, steps: Sequence[_Step], addresses: tuple[int, ...], of_all: tuple[int, ...], stream: int
+    ) -> None:
+        self.addresses, self.numbers = addresses, array("q", of_all)
+        first, _ = self.numbers.buffer_info()
+        self._kept, self.of_driver = [], []
+        for step in steps:
+            descriptors = step.descriptors(of_all)
+            places = [place for each in descriptors for place in each.places] + [first + 8 * at for at in step.places]
+            arguments, memory = driver_arguments(step.plan.launch.kernel, stream, places)
+            self.of_driver.append(arguments)
+            self._kept.append((descriptors, memory))
 
 
 @functools.lru_cache(maxsize=4096)
-def _driver_calls(loaded: _Loaded, stream: int, *addresses: int) -> Any:
-    """`driver_arguments` of the launches of a run. The last ones of all pipelines are remembered, because the tensors
-    of a repeated call are mostly where those of an earlier one were."""
-    if loaded.scratch is not None:
-        addresses += loaded.scratch.addresses(addresses[-1])
-    return [driver_arguments(step.plan.launch.kernel, stream, *step.given(addresses)) for step in loaded.steps]
+def _unused_arguments(loaded: _Loaded, stream: int, *moved: int) -> list[_Arguments]:
+    """Those for a pipeline, a stream, and tensors that TMA moves, that no thread uses now. The tensors of a repeated
+    call are mostly where those of an earlier one were."""
+    return []
 
 
 def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int | None) -> _Step:
@@ -247,12 +305,7 @@ def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int |
             "buffer of each parameter in Kernel.buffers"
         )
     makers = [(of.maker(), places[of.buffer]) for of in moved]
-    of_pointers = _picker([places[of] for of in pointers])
-
-    def given(addresses: tuple) -> tuple:
-        return *(part for make, place in makers for part in make(addresses[place])), *of_pointers(addresses)
-
-    return _Step(plan, given if makers else of_pointers, repeated)
+    return _Step(plan, makers, [places[of] for of in pointers], repeated)
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:

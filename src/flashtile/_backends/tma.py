@@ -148,24 +148,36 @@ def _encode(
     address: int, swizzle: int, itemsize: int, data_type: int, box: Sequence[int], shape: Sequence[int],
     strides: Sequence[int], nan_outside: bool,
 ) -> Descriptor:  # fmt: skip
-    """Has the driver encode a descriptor, whose innermost dimension comes first there, with the options of Triton."""
-    memory = array("Q", bytes(128 + 64))
+    """Has the driver encode a descriptor, with the options of Triton."""
+    told, of_kernel, kept = _sizes_and_strides(tuple(box), shape, strides, itemsize)
+    memory = array("Q", _ROOM)
     place = -(-memory.buffer_info()[0] // 64) * 64
-    numbers = array("q", (*shape, *strides))
-    first, count = numbers.buffer_info()
-    told = [
-        array("Q", shape[::-1]), array("Q", [stride * itemsize for stride in strides[-2::-1]]),
-        array("I", box[::-1]), array("I", [1] * len(box)),
-    ]  # fmt: skip
-    pointers = [ctypes.c_void_p(each.buffer_info()[0]) for each in told]
     arguments = (
-        ctypes.c_void_p(place), data_type, len(box), ctypes.c_void_p(address), *pointers, 0, swizzle,
+        ctypes.c_void_p(place), data_type, len(box), ctypes.c_void_p(address), *told, 0, swizzle,
         _PROMOTION_TO_128_BYTES, int(nan_outside),
     )  # fmt: skip
     encode = driver().cuTensorMapEncodeTiled
     if encode(*arguments):
         call_again(encode, arguments)
-    return Descriptor((place, *range(first, first + 8 * count, 8)), (memory, numbers))
+    return Descriptor((place, *of_kernel), (memory, kept))
+
+
+#: Memory for a descriptor of 128 bytes at a multiple of 64.
+_ROOM = bytes(192)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes_and_strides(
+    box: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[list[ctypes.c_void_p], range, Any]:
+    """Pointers to what is told to the driver, innermost dimension first, and addresses of what a kernel takes; then
+    what keeps both."""
+    in_bytes = [stride * itemsize for stride in strides[-2::-1]]
+    told = array("Q", shape[::-1]), array("Q", in_bytes), array("I", box[::-1]), array("I", [1] * len(box))
+    of_kernel = array("q", (*shape, *strides))
+    first, count = of_kernel.buffer_info()
+    pointers = [ctypes.c_void_p(each.buffer_info()[0]) for each in told]
+    return pointers, range(first, first + 8 * count, 8), (told, of_kernel)
 
 
 def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:

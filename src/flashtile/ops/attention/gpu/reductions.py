@@ -247,7 +247,7 @@ class BackwardPlan(NamedTuple):
         unlearned = None, None, None, (None,) * len(wanted.captured)
 
         def run(dout: Tensor, dlse: Tensor | None, saved: Sequence[Tensor]) -> Gradients:
-            given = *map(ADDRESS, saved), ADDRESS(dout), None if dlse is None else ADDRESS(dlse)
+            given = *map(ADDRESS, saved), ADDRESS(dout), 0 if dlse is None else ADDRESS(dlse)
             if waves is None:
                 made = run_kernels(*given)
             else:
