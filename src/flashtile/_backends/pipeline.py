@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends import observe
+from flashtile._backends import forgetters, observe
 from flashtile._backends.allocate import Layout, Scratch, allocator
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import GIVEN, KernelSource, Launch, Plan, Specialisation, pointer, pointers, specialise
@@ -281,9 +281,10 @@ class _Arguments:
         first, _ = self.numbers.buffer_info()
         self._kept, self.of_driver = [], []
         for step in steps:
+            launch: Any = step.plan.launch
             descriptors = step.descriptors(of_all)
             places = [place for each in descriptors for place in each.places] + [first + 8 * at for at in step.places]
-            arguments, memory = driver_arguments(step.plan.launch.kernel, stream, places)
+            arguments, memory = driver_arguments(launch.kernel, stream, places)
             self.of_driver.append(arguments)
             self._kept.append((descriptors, memory))
 
@@ -293,6 +294,9 @@ def _unused_arguments(loaded: _Loaded, stream: int, *moved: int) -> list[_Argume
     """Those for a pipeline, a stream, and tensors that TMA moves, that no thread uses now. The tensors of a repeated
     call are mostly where those of an earlier one were."""
     return []
+
+
+forgetters.append(_unused_arguments.cache_clear)
 
 
 def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int | None) -> _Step:
