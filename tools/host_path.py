@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ def pretend_gpu() -> None:
     launch.driver = pipeline.driver = lambda: SimpleNamespace(cuLaunchKernelEx=nothing)
     devices.device_facts = lambda device: devices.KNOWN_DEVICES["sm_90"]  # type: ignore[assignment]
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
-    tma._encoded = lambda *given: (launcher.Descriptor((), None),)
+    tma._encoded = lambda *given: (launcher.Descriptor(array("Q"), None),)
 
     from flashtile.ops.attention import call as description
     from flashtile.ops.attention import repeated

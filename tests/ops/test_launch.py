@@ -236,9 +236,9 @@ def test_what_a_kernel_takes_for_a_descriptor():
     memory = array("q", range(50, 58))
     first, _ = memory.buffer_info()
     kernel = launcher.DriverKernel(launcher.LoadedFunction(7, 128, 0), 3, (-1,))
-    descriptor = launcher.Descriptor((first + 16, first, first + 32), memory)
-    arguments, kept = launcher.single_arguments(kernel, 99, 5, descriptor, 6)
-    assert _started(arguments, 8)[1] == [5, 52, 50, 54, 6, -1, 0, 0]
+    descriptor = launcher.Descriptor(array("Q", (first + 16, first, first + 32)), memory)
+    arguments, kept = launcher.single_arguments(kernel, 99, descriptor, 5, 6)
+    assert _started(arguments, 8)[1] == [52, 50, 54, 5, 6, -1, 0, 0]
     assert kept is not None
 
 

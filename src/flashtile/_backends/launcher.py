@@ -16,7 +16,7 @@ import ctypes
 import enum
 import functools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -92,7 +92,7 @@ class Descriptor:
 
     __slots__ = ("kept", "places")
 
-    def __init__(self, places: Sequence[int], kept: Any) -> None:
+    def __init__(self, places: array[int], kept: Any) -> None:
         self.places, self.kept = places, kept
 
 
@@ -113,8 +113,13 @@ class DriverKernel:
         one = 1 << 32  # the second half of a word
         self.grid = programs | one, 1 | loaded.threads << 32, 1 | one, loaded.shared_memory
         self._fixed = array("q", (*fixed, 0, 0))
-        first, count = self._fixed.buffer_info()
-        self.places = [*range(first, first + 8 * count, 8)]
+        self.places = addresses_of(self._fixed)
+
+
+def addresses_of(words: array[int], numbers: Iterable[int] | None = None) -> array[int]:
+    """The addresses of words of 64 bits: of those with these numbers, or of all."""
+    first, count = words.buffer_info()
+    return array("Q", [first + 8 * at for at in (range(count) if numbers is None else numbers)])
 
 
 class LoadedFunction(NamedTuple):
@@ -142,10 +147,10 @@ def load(compiled: Any, device: int) -> LoadedFunction:
     return LoadedFunction(function, 32 * warps, shared)
 
 
-def driver_arguments(kernel: DriverKernel, stream: int, places: list[int]) -> tuple[tuple[Any, ...], Any]:
+def driver_arguments(kernel: DriverKernel, stream: int, places: array[int]) -> tuple[tuple[Any, ...], Any]:
     """The arguments of the driver's `cuLaunchKernelEx`, and the memory that some of them are in. `places`: addresses of
     the kernel's first arguments, which stay there."""
-    parameters, config = array("Q", places + kernel.places), array("Q", (*kernel.grid, stream, 0, 0))
+    parameters, config = places + kernel.places, array("Q", (*kernel.grid, stream, 0, 0))
     of_config, of_parameters = (_POINTER(each.buffer_info()[0]) for each in (config, parameters))
     return (of_config, kernel.function, of_parameters, None), (parameters, config)
 
@@ -155,18 +160,14 @@ _POINTER = ctypes.c_void_p.from_param
 
 
 def single_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tuple[Any, ...], Any]:
-    """The same of a launch by itself. `given`: the first arguments of the kernel, integers and descriptors."""
-    numbers = array("q", [each if type(each) is int else 0 for each in given])
-    place, _ = numbers.buffer_info()
-    places: list[int] = []
-    for each in given:
-        if type(each) is int:
-            places.append(place)
-        else:
-            places += each.places
-        place += 8
-    arguments, memory = driver_arguments(kernel, stream, places)
-    return arguments, (memory, numbers, given)
+    """The same of a launch by itself. `given`: the first arguments of the kernel, descriptors and integers."""
+    places = array("Q")
+    descriptors = [each for each in given if isinstance(each, Descriptor)]  # which come first
+    for each in descriptors:
+        places += each.places
+    numbers = array("q", given[len(descriptors) :])
+    arguments, memory = driver_arguments(kernel, stream, places + addresses_of(numbers))
+    return arguments, (memory, numbers, descriptors)
 
 
 # --- Triton's launcher object -----------------------------------------------------------------------------------------

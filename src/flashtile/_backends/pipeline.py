@@ -23,7 +23,7 @@ from flashtile._backends import forgetters, observe
 from flashtile._backends.allocate import Layout, Scratch, allocator
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import GIVEN, KernelSource, Launch, Plan, Specialisation, pointer, pointers, specialise
-from flashtile._backends.launcher import call_again, driver, driver_arguments
+from flashtile._backends.launcher import addresses_of, call_again, driver, driver_arguments
 from flashtile._backends.tma import TmaTensor
 
 
@@ -278,12 +278,14 @@ class _Arguments:
         self, steps: Sequence[_Step], addresses: tuple[int, ...], of_all: tuple[int, ...], stream: int
     ) -> None:
         self.addresses, self.numbers = addresses, array("q", of_all)
-        first, _ = self.numbers.buffer_info()
         self._kept, self.of_driver = [], []
         for step in steps:
             launch: Any = step.plan.launch
             descriptors = step.descriptors(of_all)
-            places = [place for each in descriptors for place in each.places] + [first + 8 * at for at in step.places]
+            places = array("Q")
+            for each in descriptors:
+                places += each.places
+            places += addresses_of(self.numbers, step.places)
             arguments, memory = driver_arguments(launch.kernel, stream, places)
             self.of_driver.append(arguments)
             self._kept.append((descriptors, memory))

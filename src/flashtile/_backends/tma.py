@@ -16,7 +16,7 @@ import torch
 
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.launch import ABSENT, ELEMENT_TYPES, Parameter
-from flashtile._backends.launcher import Descriptor, Launcher, call_again, driver, launcher
+from flashtile._backends.launcher import Descriptor, Launcher, addresses_of, call_again, driver, launcher
 
 #: CUDA's CUtensorMapDataType.
 _DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # 0: bytes
@@ -159,7 +159,7 @@ def _encode(
     encode = driver().cuTensorMapEncodeTiled
     if encode(*arguments):
         call_again(encode, arguments)
-    return Descriptor((place, *of_kernel), (memory, kept))
+    return Descriptor(array("Q", (place,)) + of_kernel, (memory, kept))
 
 
 #: Memory for a descriptor of 128 bytes at a multiple of 64.
@@ -169,15 +169,14 @@ _ROOM = bytes(192)
 @functools.lru_cache(maxsize=4096)
 def _sizes_and_strides(
     box: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> tuple[list[ctypes.c_void_p], range, Any]:
+) -> tuple[list[ctypes.c_void_p], array[int], Any]:
     """Pointers to what is told to the driver, innermost dimension first, and addresses of what a kernel takes; then
     what keeps both."""
     in_bytes = [stride * itemsize for stride in strides[-2::-1]]
     told = array("Q", shape[::-1]), array("Q", in_bytes), array("I", box[::-1]), array("I", [1] * len(box))
     of_kernel = array("q", (*shape, *strides))
-    first, count = of_kernel.buffer_info()
     pointers = [ctypes.c_void_p(each.buffer_info()[0]) for each in told]
-    return pointers, range(first, first + 8 * count, 8), (told, of_kernel)
+    return pointers, addresses_of(of_kernel), (told, of_kernel)
 
 
 def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
