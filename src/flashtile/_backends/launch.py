@@ -27,7 +27,6 @@ from torch import Tensor
 from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import forgetters, observe, together
-from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.assembler import assembler, without_line_tables
 from flashtile._backends.devices import DeviceFacts, compile_target, device_facts, interpreting
 from flashtile._backends.launcher import (
@@ -272,12 +271,10 @@ class Plan:
         programs: thread blocks; 0: `launch` does nothing.
         given: names of the parameters that launches are given, in order.
         scalars: the last run-time arguments, which are the same for all launches.
-        outputs: layouts of what the kernel writes; None for one that this call does not have.
-        allocate: makes memory for them.
         launch: enqueues the kernel on the device's current stream.
     """
 
-    __slots__ = ("allocate", "device", "given", "launch", "outputs", "programs", "scalars", "source")
+    __slots__ = ("device", "given", "launch", "programs", "scalars", "source")
 
     def __init__(
         self,
@@ -285,11 +282,9 @@ class Plan:
         programs: int,
         scalars: tuple[Any, ...],
         device: torch.device,
-        outputs: Sequence[Layout | None] = (),
         given: Sequence[str] = (),
     ) -> None:
-        self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
-        self.outputs, self.allocate, self.given = outputs, allocator(outputs, device), given
+        self.source, self.programs, self.scalars, self.device, self.given = source, programs, scalars, device, given
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
     def _first_launch(self, *given: Any) -> None:

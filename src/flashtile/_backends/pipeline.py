@@ -73,16 +73,16 @@ class Kernel(NamedTuple):
     def source(self) -> KernelSource:
         return self.specialised.source
 
-    def plan(self, device: torch.device, outputs: Sequence[Layout | None] = ()) -> Plan:
+    def plan(self, device: torch.device) -> Plan:
         """Its launch. The run-time parameters whose values each launch is given come first; those whose values the plan
-        has follow. `outputs`: of a kernel that is launched by itself."""
+        has follow."""
         source, run_time = self.specialised
         given = [name for name, each in run_time.items() if each.value is GIVEN]
         scalars = (*[each.value for each in run_time.values()][len(given) :],)
         name = self.function.__name__
         assert GIVEN not in scalars, f"{name}: what a launch is given, {given}, comes before what the plan has"
         present = [name for name in given if run_time[name].type != "constexpr"]
-        return Plan(source, self.programs, scalars, device, outputs, present)
+        return Plan(source, self.programs, scalars, device, present)
 
     def buffer(self, parameter: str) -> str:
         """The buffer whose address a parameter takes."""

@@ -19,7 +19,6 @@ from flashtile._backends.devices import device_facts, interpreting, multiprocess
 from flashtile._backends.launch import (
     GIVEN,
     Parameter,
-    Plan,
     int32,
     int64,
     named_constants,
@@ -101,12 +100,10 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     ) = tensors  # fmt: skip
     indices = lengths, entries, left, table, starts, new_starts, tree
     if plan.append is not None:
-        (rotated,) = plan.append.allocate()
-        if rotated is None:
-            cos = sin = None
-        appended = q, rotated, k, v, k_cache, v_cache, cos, sin, *indices, descale_k, descale_v
-        plan.append.launch(*pointers(appended), length)
-        q = q if rotated is None else rotated
+        rotates = bool(plan.append.outputs)
+        angles = (cos, sin) if rotates else ()
+        made = plan.append.run(*pointers((q, k, v, k_cache, v_cache, *angles, *indices, descale_k, descale_v)), length)
+        q = made[0] if rotates else q
     attended = q, k_cache, v_cache
     if plan.prefix is not None:
         return plan.prefix.run((*attended, *indices, slopes, sinks, descale_k, descale_v), length)
@@ -181,7 +178,7 @@ class CachePlan(NamedTuple):
         prefix: of sequences with shared rows. None where these are a call of their own.
     """
 
-    append: Plan | None
+    append: Pipeline | None
     split: Pipeline | None
     latent: Pipeline | None = None
     chunks: CacheForward | None = None
@@ -389,8 +386,9 @@ def _invariant_cut(facts: CacheFacts) -> Cut:
     return Cut(AttendTiles(*tiles[:5]), precision, widths)
 
 
-def _append(facts: CacheFacts) -> Plan:
-    """The launch that appends and rotates."""
+def _append(facts: CacheFacts) -> Pipeline:
+    """The launch that appends and rotates. Of `CacheCall` it is given q, k, v, the caches, angles, indices and factors
+    that there are, then the length. Its output is the rotated queries."""
     dtype, cache_dtype, spec, half = facts.dtype, facts.cache_dtype, facts.spec, facts.half
     k, *v = facts.new
     batch, seq_q, heads, head_dim = facts.q.shape
@@ -442,8 +440,14 @@ def _append(facts: CacheFacts) -> Plan:
     }
     rotated = contiguous(facts.q.shape[packed:], dtype) if half else None
     programs = tokens if packed else batch * tokens
-    kernel = Kernel(append_kernel, parameters, constants, programs, num_warps=cut.num_warps)
-    return kernel.plan(facts.device, outputs=(rotated,))
+    kernel = Kernel(append_kernel, parameters, constants, programs, {"k": "descale_k", "v": "descale_v"}, cut.num_warps)
+    optional = {
+        "v": v, "cos": half, "sin": half, **dict(zip(Sequences._fields, facts.index_dtypes)),
+        **dict(zip(("descale_k", "descale_v"), facts.descale_strides)),
+    }  # fmt: skip
+    names = "q", "k", "v", "k_cache", "v_cache", "cos", "sin", *Sequences._fields, "descale_k", "descale_v", "length"
+    given = [name for name in names if optional.get(name, True)]
+    return Pipeline(facts.device, {"append": kernel}, given, {"rotated": rotated})
 
 
 def _factor_strides(strides: _Shape | None) -> CacheStrides:
