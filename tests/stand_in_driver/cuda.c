@@ -7,7 +7,8 @@
 
 enum { MOST_PARAMETERS = 1024, MOST_BYTES = 1 << 16, MOST_MODULES = 1 << 12 };
 
-static int sizes[MOST_PARAMETERS], parameters, programs, shared_memory;
+static int sizes[MOST_PARAMETERS], parameters;
+static unsigned long long grid[9]; /* programs, threads of each, shared memory, stream, attributes */
 static unsigned char bytes_read[MOST_BYTES];
 static char is_loaded[MOST_MODULES], anything; /* of each module, which has one function; the handle of both points here */
 static int modules;
@@ -18,12 +19,11 @@ void stand_in_expect(const int *of_parameters, int count) {
   memcpy(sizes, of_parameters, count * sizeof(int));
   parameters = count;
   memset(bytes_read, 0xff, MOST_BYTES);
-  programs = shared_memory = -1;
+  memset(grid, 0xff, sizeof(grid));
 }
 
 const unsigned char *stand_in_bytes_read(void) { return bytes_read; }
-int stand_in_programs(void) { return programs; }
-int stand_in_shared_memory(void) { return shared_memory; }
+const unsigned long long *stand_in_grid(void) { return grid; }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **more) {
   if (!current)
@@ -33,8 +33,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   unsigned char *next = bytes_read;
   for (int i = 0; i < parameters; next += sizes[i++])
     memcpy(next, arguments[i], sizes[i]);
-  programs = config->gridDimX;
-  shared_memory = config->sharedMemBytes;
+  unsigned long long found[] = {
+      config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX, config->blockDimY, config->blockDimZ,
+      config->sharedMemBytes, (unsigned long long)config->hStream, config->numAttrs};
+  memcpy(grid, found, sizeof(grid));
   return CUDA_SUCCESS;
 }
 
