@@ -310,17 +310,22 @@ _GROUPS: dict[str, _Calls] = {
     "bias that no scores share": _Calls(
         [
             _two(d, **{"seq_k": 328, "bias": "bhqk", **change})
-            for d in (40, 96, 128)
-            for change in (
-                {}, {"seq_k": 330, **_IN_ORDER}, {"key_lengths": (100, 328), "dropout_p": 0.3},
-                {"block_mask": (256, 128), "alibi_slopes": "h"}, {"seq_q": 49, "seq_k": 49},
+            for change, d in turns(
+                [
+                    {}, {"seq_k": 330, **_IN_ORDER}, {"key_lengths": (100, 328), "dropout_p": 0.3},
+                    {"block_mask": (256, 128), "alibi_slopes": "h"}, {"seq_q": 49, "seq_k": 49},
+                ],
+                (40, 96, 128), 2,
             )
         ],
         never=_BIAS_GRADIENT,
     ),
     "no room for the gradient of scores": _Calls([_case(256, seq_k=328, bias="bhqk")], launches=_BIAS_GRADIENT),
     "slopes": _Calls(
-        [_two(*heads, seq_q=150, **change) for heads in ((64, 64), (192, 128), (256, 256)) for change in _SLOPES]
+        [
+            _two(*heads, seq_q=150, **change)
+            for change, heads in turns(_SLOPES, ((64, 64), (192, 128), (256, 256)), 2)
+        ]
     ),
     # Small outputs in float16, whose rounding alone makes most of the error that is allowed.
     "slopes before their terms are rounded": _Calls([
@@ -412,7 +417,7 @@ _GROUPS: dict[str, _Calls] = {
     ),
     # Of short calls, and in narrow windows.
     "tiles of half the keys": _Calls(
-        [_case(d, **{"seq_k": 230, **change}) for d in (32, 64, 128) for change in _HALF],
+        [_case(d, **{"seq_k": 230, **change}) for change, d in turns(_HALF, (32, 64, 128), 2)],
         {
             "HALF_CAUSAL": 512, "HALF_WIDE": 512, "HALF_WIDE_CAUSAL": 1024, "HALF_WINDOW": 512,
             "HALF_WINDOW_WIDE": 1024,
