@@ -6,7 +6,7 @@ Shapes: N = BLOCK_N rows of a sequence, D = BLOCK_D columns of a head of k, E = 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous
+from flashtile._backends.allocate import allocator, contiguous
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import GIVEN, Parameter, Plan, int32, int64, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel
@@ -34,13 +34,15 @@ class Gather(NamedTuple):
     """The launches that gather the rows of a call, and the call behind each.
 
     Attributes:
-        plan: makes keys, values and entries of the sequences, int32 `[batch]`, negative for those that have no turn.
+        plan: writes keys, values and entries of the sequences, int32 `[batch]`, negative for those that have no turn.
+        allocate: makes memory for these.
         call: that of attention to these.
         turns: sequences take turns for the memory.
         numbered: there are entries. Else all sequences have their rows at once, in order.
     """
 
     plan: Plan
+    allocate: Callable[[], Sequence[Any]]
     call: SplitCall
     turns: Turns
     numbered: bool
@@ -51,7 +53,7 @@ class Gather(NamedTuple):
         """In each turn, keys and values, and what the call behind takes. `others`: what `cache_launch.CacheForward.run`
         takes of the call itself."""
         starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
-        keys, values, places = self.plan.allocate()
+        keys, values, places = self.allocate()
         later = [None if strides is None else of for of, strides in zip(factors, self.call.descale_strides)]
         now = [of if after is None else None for of, after in zip(factors, later)]
         given = pointers((*caches, keys, values, places, lengths, entries, table, starts, new_starts, *now))
@@ -122,7 +124,7 @@ def plan_gather(call: SplitCall, least: int, turns: Turns, device: torch.device)
     }
     kernel = Kernel(gather_kernel, parameters, constants, turns.sequences * parts, num_warps=_WARPS)
     made = *outputs, contiguous((batch,), torch.int32) if numbered else None
-    return Gather(kernel.plan(device, outputs=made), behind, turns, numbered)
+    return Gather(kernel.plan(device), allocator(made, device), behind, turns, numbered)
 
 
 @triton.jit
