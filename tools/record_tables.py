@@ -348,14 +348,15 @@ def training() -> list[list[str]]:
     return table
 
 
-_SERVING = "h200-serving"
+#: A call is in the first of these that has it and all that it is compared with.
+_SERVING = "h200-serving-chunks", "h200-serving-shared", "h200-serving"
 
 
 def decoding() -> list[list[str]]:
     """GB/s of the cache with one query."""
     found = {
         (row["case"]["B"], row["case"]["S"], row["impl"], row["case"]["page"]): f"{round(row['gbps']):,}"
-        for row in rows_of(_SERVING)
+        for row in rows_of("h200-serving")
         if row["gbps"] and not {"factors", "queries", "latent"} & row["case"].keys()
         and (row["case"]["Sq"], row["case"]["D"], row["case"]["append"]) == (1, 128, False)
     }  # fmt: skip
@@ -396,13 +397,21 @@ _KINDS: list[tuple[str, Case, str, list[Case]]] = [
 ]  # fmt: skip
 
 
-def _served(impl: str, **case: Any) -> Row | None:
-    """The row of a case of serving; of a mixed batch without its lists."""
-    for row in rows_of(_SERVING):
-        found = {key: value for key, value in row["case"].items() if key not in ("queries", "lengths")}
-        if row["impl"] == impl and found == {**_USUAL, **case}:
-            return row
-    return None
+def _served(*wanted: tuple[str, Case]) -> list[Row]:
+    """The rows of implementations and cases of serving, all of one record; none if no record has them. A mixed batch is
+    given without its lists."""
+    for record in _SERVING:
+        found = {
+            (
+                row["impl"],
+                *sorted((key, value) for key, value in row["case"].items() if key not in ("queries", "lengths")),
+            ): row
+            for row in rows_of(record)
+        }
+        rows = [found.get((impl, *sorted({**_USUAL, **case}.items()))) for impl, case in wanted]
+        if None not in rows:
+            return [row for row in rows if row is not None]
+    return []
 
 
 def serving_chunks() -> list[list[str]]:
@@ -412,11 +421,8 @@ def serving_chunks() -> list[list[str]]:
     for page, words in ((None, "one piece"), (64, "pages of 64"), (16, "pages of 16"), (1, "pages of 1")):
         for chunk in (64, 512, 2048):
             sizes = [{"B": 4, "S": length, "Sq": chunk, "page": page} for length in lengths]
-            rows = [[_served(impl, **size) for impl in ("flashtile-auto", "dense")] for size in sizes]
-            cells = [
-                f"{ours['tflops']:.0f} ({dense['ms'] / ours['ms']:.2f})" if ours and dense else "–"
-                for ours, dense in rows
-            ]
+            rows = [_served(("flashtile-auto", size), ("dense", size)) for size in sizes]
+            cells = [f"{ours['tflops']:.0f} ({dense['ms'] / ours['ms']:.2f})" for ours, dense in rows]
             table.append([f"{chunk:,}, {words}", *cells])
     return table
 
@@ -425,11 +431,10 @@ def serving_kinds() -> list[list[str]]:
     """Calls that are not chunks alone, each with the time that it is compared with."""
     table = [["call", "µs", "GB/s of the cache", "TFLOP/s", "time beside"]]
     for words, case, beside, others in _KINDS:
-        row = _served("flashtile-auto", **case)
-        found = [_served("flashtile-auto", **other) for other in others] or [_served(beside, **case)]
-        if row is None or None in found:
-            continue
-        share = row["ms"] / sum(other["ms"] for other in found if other is not None)
+        row, *found = _served(
+            ("flashtile-auto", case), *([("flashtile-auto", other) for other in others] or [(beside, case)])
+        )
+        share = row["ms"] / sum(other["ms"] for other in found)
         figures = f"{1e3 * row['ms']:,.1f}", f"{row['gbps']:,.0f}", f"{row['tflops']:,.0f}"
         name = "a copy" if beside == "copy" else beside
         table.append([words, *figures, f"{share:.2f} × {name}" if others or row["tflops"] < 0.3 * row["gbps"] else "–"])

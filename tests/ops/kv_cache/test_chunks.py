@@ -17,7 +17,6 @@ from flashtile.ops.common.split_keys.configs import AttendTiles
 from flashtile.ops.common.split_keys.plan import Cut, SplitCall
 from flashtile.ops.kv_cache import operator, reference
 from flashtile.ops.kv_cache.hopper import backend, gather
-from flashtile.ops.kv_cache.hopper.backend import Turns
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch
 from gluon_emulator.hopper import EmulatedHopper
@@ -88,14 +87,8 @@ CASES = {
     "tree": replace(_UNIFORM, page_size=16, tree=True, head_dim=128, head_dim_v=128),
     "trees": replace(_PACKED, page_size=16, tree=True, arguments={"causal": True, "softcap": 5.0}, sinks=True),
     "trees_int8": replace(_PACKED, tree=True, cache_dtype=torch.int8, factors="heads", page_size=1),
-    "turns": replace(_PACKED, page_size=1, entries=None, head_dim=128, head_dim_v=128),
-    "dense_turns": replace(_UNIFORM, cache_dtype=torch.int8, factors="heads", entries=(5, 0, 3, 1)),
     "right": replace(_PACKED, page_size=16, arguments={"window": (None, 40)}),
 }
-
-
-#: Cases whose sequences have their rows gathered in so many turns.
-_TURNS = {"turns": 4, "dense_turns": 4}
 
 
 @pytest.fixture
@@ -129,21 +122,15 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
     portable = SimpleNamespace(run=lambda *_: _few_queries(CASES[name], *results[-1]))
     any_size.setattr(launch, "split_pipeline", lambda *_: portable)
     any_size.setattr(operator._BACKENDS, "implementation", implementation)
-    _take_turns(name, any_size)
     check(CASES[name], "triton")
-    assert emulated.launched == ["attention_forward_kernel"] * _TURNS.get(name, 1)
-
-
-def _take_turns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in _TURNS:
-        monkeypatch.setattr(launch, "gathered_in_turns", lambda _: Turns(1, _TURNS[name]))
+    assert emulated.launched == ["attention_forward_kernel"]
 
 
 def _gathered(plan_gather: Any, call: SplitCall, least: int, *others: Any) -> Any:
     """The portable kernel that gathers is not there either."""
     planned = plan_gather(call, least, *others)
     run = functools.partial(gathered_rows, planned, call, least)
-    return SimpleNamespace(call=planned.call, turns=planned.turns, numbered=planned.numbered, run=run)
+    return SimpleNamespace(call=planned.call, run=run)
 
 
 _CALL = SplitCall(
@@ -194,7 +181,7 @@ def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     gathered = backend.is_gathered(call)
     if gathered:
-        call = gather.plan_gather(call, 17, Turns(8, 1), cpu).call
+        call = gather.plan_gather(call, 17, 8, cpu).call
     planned = cache_launch.plan_chunks(call, 8192, 16, cpu, some=gathered)
     source = planned.pipeline.plans["forward"].source
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
@@ -206,7 +193,7 @@ def test_machine_code_of_gathering(eight_bits: bool, monkeypatch: pytest.MonkeyP
     call = _wide(128, page_size=1, total_q=4096)
     if eight_bits:
         call = call._replace(page_size=16, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2)
-    planned = gather.plan_gather(call, 64, Turns(8, 1), torch.device("cpu"))
+    planned = gather.plan_gather(call, 64, 8, torch.device("cpu"))
     check_code(planned.plan.source, "sm_90", check_fit, HOPPER.facts.shared_memory)
 
 
@@ -267,5 +254,4 @@ def _few_queries(case: CacheCase, out: Tensor, lse: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_gpu(name: str, any_size: pytest.MonkeyPatch) -> None:
-    _take_turns(name, any_size)
     check(CASES[name], "triton", "cuda")

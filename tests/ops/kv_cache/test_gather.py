@@ -9,7 +9,6 @@ import torch
 
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache.hopper import backend, gather
-from flashtile.ops.kv_cache.hopper.backend import Turns
 from flashtile.testing import assert_same
 from support.attention.gathered import gathered_rows
 
@@ -26,18 +25,16 @@ class Case(NamedTuple):
     packed: bool = False
     window: int | None = None
     head_dims: tuple[int, int] = (64, 64)
-    turns: Turns = Turns(4, 1)
+    places: int = 4
     new: int | None = None
 
 
 CASES = {
     "pages of 1": Case(1, packed=True, head_dims=(64, 40), new=3),
     "dense": Case(window=10),
-    "int8": Case(7, torch.int8, "rows", packed=True, window=10, head_dims=(72, 64), turns=Turns(2, 1)),
+    "int8": Case(7, torch.int8, "rows", packed=True, window=10, head_dims=(72, 64), places=2),
     "pages": Case(16, _FP8, "pages", head_dims=(256, 64)),
     "heads": Case(3, _E5M2, "heads", packed=True, new=0),
-    "turns": Case(16, torch.int8, "rows", packed=True, turns=Turns(1, 3)),
-    "dense turns": Case(0, torch.int8, "heads", turns=Turns(3, 2)),
 }
 
 
@@ -72,36 +69,29 @@ def test_gathers_the_rows_that_count(name: str, device: str) -> None:
         descale_strides=tuple(of if of is None else of.stride() for of in factors),
     )  # fmt: skip
     others = starts, None, None, lengths, entries, table, new_starts, *factors, None
-    found = gather.plan_gather(call, _LEAST, case.turns, torch.device(device, 0 if device == "cuda" else None))
+    found = gather.plan_gather(call, _LEAST, case.places, torch.device(device, 0 if device == "cuda" else None))
     on_device = [None if of is None else of.to(device) for of in others]
-    results = found.run(tuple(of.to(device) for of in caches), on_device, 0)  # type: ignore[arg-type]
-    wanted = gathered_rows(found, call, _LEAST, tuple(caches), others, 0)  # type: ignore[arg-type]
-    turns = 0
-    for (rows, behind), (wanted_rows, wanted_behind) in zip(results, wanted, strict=True):
-        places = torch.arange(4) if wanted_behind[4] is None else wanted_behind[4]
-        assert (behind[4] is None) == (wanted_behind[4] is None)
-        if behind[4] is not None:
-            assert behind[4].tolist() == places.tolist()
-        assert behind[5] is None
-        assert [of is None for of in behind] == [of is None for of in wanted_behind]
-        for sequence, place in enumerate(places.tolist()):
-            queries = _QUERIES[sequence] if case.packed else 45
-            first = 0 if case.window is None else max(_LENGTHS[sequence] - queries - case.window, 0)
-            counted = slice(first, _LENGTHS[sequence])
-            for got, of in zip(rows, wanted_rows):
-                assert place < 0 or assert_same(got[place, counted].cpu(), of[place, counted]) is None
-        turns += 1
-    assert turns == case.turns.turns
+    rows, behind = found.run(tuple(of.to(device) for of in caches), on_device, 0)  # type: ignore[arg-type]
+    wanted_rows, wanted = gathered_rows(found, call, _LEAST, tuple(caches), others, 0)  # type: ignore[arg-type]
+    assert [of is None for of in behind] == [of is None for of in wanted] and behind[5] is None
+    places = torch.arange(4) if wanted[4] is None else wanted[4]
+    assert behind[4] is None or behind[4].tolist() == places.tolist()
+    for sequence, place in enumerate(places.tolist()):
+        queries = _QUERIES[sequence] if case.packed else 45
+        first = 0 if case.window is None else max(_LENGTHS[sequence] - queries - case.window, 0)
+        counted = slice(first, _LENGTHS[sequence])
+        for got, of in zip(rows, wanted_rows):
+            assert place < 0 or assert_same(got[place, counted].cpu(), of[place, counted]) is None
 
 
-def test_turns() -> None:
-    """As many sequences at once as fit, turns of about the same size; packed sequences with few queries have none."""
+def test_what_is_gathered_has_a_limit() -> None:
+    """Packed sequences with few queries need no memory."""
     cache = 8 * 128, 8 * 128, 128
     call = SplitCall(
         torch.bfloat16, (6, 512, 32, 8, 128, 128), ((512 * 32 * 128, 32 * 128, 128), cache, cache), 0, 65536, 0.1,
         False, (torch.int32, None, None, torch.int32, None, None, None), 1, 65536,
     )  # fmt: skip
-    assert backend.gathered_in_turns(call) == (3, 2)
-    assert backend.gathered_in_turns(call._replace(shape=(128, 512, *call.shape[2:]), total_q=512)) == (4, 2)
-    assert backend.unreadable_by_forward(call) is None
-    assert "1024 MiB" in (backend.unreadable_by_forward(call._replace(capacity=2**20)) or "")
+    packed = call._replace(shape=(128, 512, *call.shape[2:]), total_q=5 * 64 + 63)
+    assert [backend.gathered_sequences(of) for of in (call, packed)] == [6, 5]
+    assert "1024 MiB" in (backend.unreadable_by_forward(call) or "")
+    assert backend.unreadable_by_forward(call._replace(capacity=32768)) is None

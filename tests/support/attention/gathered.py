@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from flashtile.ops.kv_cache.spec import gathered
 
 def gathered_rows(
     gather: Gather, call: SplitCall, least: int, caches: tuple[Tensor, Tensor], others: Sequence[Any], length: int
-) -> Iterator[tuple[tuple[Tensor, Tensor], tuple[Any, ...]]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
     """`gather.run(caches, others, length)`, of a `call`. Rows of nobody are NaN, and those left of a window are
     gathered."""
     starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
@@ -25,16 +25,15 @@ def gathered_rows(
     before = [length] * batch if lengths is None else lengths.tolist()
     served = [sequence for sequence in range(batch) if starts is None or queries[sequence] >= least]
     later = [None if strides is None else of for of, strides in zip(factors, gather.call.descale_strides)]
-    for turn in range(gather.turns.turns):
-        made = [torch.full(of.shape, float("nan"), dtype=of.dtype) for of in gather.plan.outputs[:2]]
-        places = torch.full((batch,), -1, dtype=torch.int32)
-        for place, sequence in enumerate(served[turn * gather.turns.sequences :][: gather.turns.sequences]):
-            places[sequence] = place
-            row = torch.arange(max(0, min(min(before[sequence], call.capacity) + new[sequence], call.capacity)))
-            outer = row.new_tensor(sequence if entries is None else int(entries[sequence])).expand_as(row)
-            if table is not None:
-                outer, row = table[sequence, row // call.page_size].long(), row % call.page_size
-            for to, cache, of, after in zip(made, caches, factors, later):
-                to[place, : len(row)] = gathered(cache, of if after is None else None, (outer, row), call.dtype)
-        behind = starts, slopes, sinks, lengths, places if gather.numbered else None, None, new_starts, *later, tree
-        yield (made[0], made[1]), behind
+    made = [torch.full(of.shape, float("nan"), dtype=of.dtype) for of in gather.allocate()[:2]]
+    places = torch.full((batch,), -1, dtype=torch.int32)
+    for place, sequence in enumerate(served):
+        places[sequence] = place
+        row = torch.arange(max(0, min(min(before[sequence], call.capacity) + new[sequence], call.capacity)))
+        outer = row.new_tensor(sequence if entries is None else int(entries[sequence])).expand_as(row)
+        if table is not None:
+            outer, row = table[sequence, row // call.page_size].long(), row % call.page_size
+        for to, cache, of, after in zip(made, caches, factors, later):
+            to[place, : len(row)] = gathered(cache, of if after is None else None, (outer, row), call.dtype)
+    behind = starts, slopes, sinks, lengths, None if starts is None else places, None, new_starts, *later, tree
+    return (made[0], made[1]), behind

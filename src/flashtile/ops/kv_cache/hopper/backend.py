@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +25,9 @@ _QUERY_ROWS, _WIDEST = 64, 512
 _LEAST_SHARE = 0.5
 #: Keys of a tile.
 _TILE = 64
-#: Where rows are gathered first: the queries of a sequence from which on that is faster, bytes of the gathered rows at
-#: most, and how often sequences may have to take turns for these.
-_GATHERED_FROM, _WORKSPACE, _MOST_TURNS = 64, 2**30, 32
+#: Where rows are gathered first: the queries of a sequence from which on that is faster, and bytes of the gathered rows
+#: at most.
+_GATHERED_FROM, _WORKSPACE = 64, 2**30
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
 #: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,
@@ -167,23 +167,10 @@ def is_gathered(call: SplitCall) -> bool:
     return call.cut is None and (call.cache_itemsize == 1 or not _has_moved_pages(call)[0])
 
 
-class Turns(NamedTuple):
-    """How many sequences have their rows gathered at once, and how many turns all take; 0 where the rows of one are too
-    many."""
-
-    sequences: int
-    turns: int
-
-
-def gathered_in_turns(call: SplitCall) -> Turns:
-    """Of packed sequences as many take turns as can have enough queries."""
-    batch, _, _, heads_kv, *head_dims = call.shape
-    sequences = batch if call.total_q is None else min(batch, call.total_q // (most_left(call) + 1))
-    at_once = _WORKSPACE // (call.capacity * heads_kv * sum(head_dims) * call.dtype.itemsize)
-    if not at_once:
-        return Turns(0, 0)
-    turns = -(-sequences // at_once)
-    return Turns(-(-sequences // turns), turns)
+def gathered_sequences(call: SplitCall) -> int:
+    """How many sequences have their rows gathered: of packed ones as many as can have enough queries."""
+    batch, *_ = call.shape
+    return batch if call.total_q is None else min(batch, call.total_q // (most_left(call) + 1))
 
 
 def unreadable_by_forward(call: SplitCall) -> str | None:
@@ -192,14 +179,15 @@ def unreadable_by_forward(call: SplitCall) -> str | None:
     if is_gathered(call):
         read = call.strides[:1]
         own_factors = any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
-        turns = gathered_in_turns(call).turns
+        heads_kv, *head_dims = call.shape[3:]
+        size = gathered_sequences(call) * call.capacity * heads_kv * sum(head_dims) * call.dtype.itemsize
         conditions = [
             (
                 not own_factors or call.dtype is torch.bfloat16,
                 "rows times their factors may leave the range of float16",
             ),
             (all(columns % _TOGETHER == 0 for columns in call.shape[-2:]), "TMA moves multiples of 16 bytes"),
-            (0 < turns <= _MOST_TURNS, f"gathered rows take up to {_WORKSPACE >> 20} MiB at a time"),
+            (size <= _WORKSPACE, f"gathered rows take up to {_WORKSPACE >> 20} MiB"),
         ]
     else:
         (outer_k, row_k, _), (outer_v, row_v, _) = call.cache_strides

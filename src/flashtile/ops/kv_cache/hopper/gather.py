@@ -6,7 +6,7 @@ Shapes: N = BLOCK_N rows of a sequence, D = BLOCK_D columns of a head of k, E = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from flashtile.ops.common.checks import MAX_POSITIONS
 from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, Sequences, packed_rows, sequence_lengths
 from flashtile.ops.common.tiles import power_of_two
-from flashtile.ops.kv_cache.hopper.backend import Turns
 
 #: Numbers of keys, and of values, that a program moves at a time, and its warps.
 _MOVED, _WARPS = 4096, 4
@@ -31,52 +30,46 @@ _PROGRAMS = 64
 
 
 class Gather(NamedTuple):
-    """The launches that gather the rows of a call, and the call behind each.
+    """The launch that gathers the rows of a call, and the call behind it.
 
     Attributes:
-        plan: writes keys, values and entries of the sequences, int32 `[batch]`, negative for those that have no turn.
+        plan: writes keys and values, and of packed calls entries of the sequences, int32 `[batch]`, negative for those
+            whose rows are not gathered. Without entries all are, in order.
         allocate: makes memory for these.
         call: that of attention to these.
-        turns: sequences take turns for the memory.
-        numbered: there are entries. Else all sequences have their rows at once, in order.
     """
 
     plan: Plan
     allocate: Callable[[], Sequence[Any]]
     call: SplitCall
-    turns: Turns
-    numbered: bool
 
     def run(
         self, caches: tuple[Any, Any], others: Sequence[Any], length: int
-    ) -> Iterator[tuple[tuple[Any, Any], tuple[Any, ...]]]:
-        """In each turn, keys and values, and what the call behind takes. `others`: what `cache_launch.CacheForward.run`
-        takes of the call itself."""
+    ) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """Keys and values, and what the call behind takes. `others`: what `cache_launch.CacheForward.run` takes of the
+        call itself."""
         starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
         keys, values, places = self.allocate()
         later = [None if strides is None else of for of, strides in zip(factors, self.call.descale_strides)]
         now = [of if after is None else None for of, after in zip(factors, later)]
         given = pointers((*caches, keys, values, places, lengths, entries, table, starts, new_starts, *now))
-        for turn in range(self.turns.turns):
-            self.plan.launch(*given, length, turn * self.turns.sequences)
-            yield (keys, values), (starts, slopes, sinks, lengths, places, None, new_starts, *later, tree)
+        self.plan.launch(*given, length)
+        return (keys, values), (starts, slopes, sinks, lengths, places, None, new_starts, *later, tree)
 
 
-def plan_gather(call: SplitCall, least: int, turns: Turns, device: torch.device) -> Gather:
-    """Everything that can be decided before the tensors' contents are known. `least`: packed sequences of fewer queries
-    have no turn."""
+def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.device) -> Gather:
+    """Everything that can be decided before the tensors' contents are known. So many sequences have their rows
+    gathered, of packed ones those of `least` queries or more."""
     batch, seq_q, _, heads_kv, head_dim, head_dim_v = call.shape
     packed = call.total_q is not None
-    numbered = packed or turns.turns > 1
     outputs = [
-        contiguous((turns.sequences, call.capacity, heads_kv, columns), call.dtype)
-        for columns in (head_dim, head_dim_v)
+        contiguous((sequences, call.capacity, heads_kv, columns), call.dtype) for columns in (head_dim, head_dim_v)
     ]
     # A factor that all rows of a head share is one of scores, or of out.
     now = [strides if strides is not None and any(strides[:2]) else None for strides in call.descale_strides]
     later = tuple(None if of is not None else strides for of, strides in zip(now, call.descale_strides))
     lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
-    places = torch.int32 if numbered else None
+    places = torch.int32 if packed else None
     behind = call._replace(
         strides=(call.strides[0], *(of.strides[:3] for of in outputs)),
         index_dtypes=(lengths, places, None, None, starts, new_starts, tree),
@@ -90,7 +83,7 @@ def plan_gather(call: SplitCall, least: int, turns: Turns, device: torch.device)
     left = call.window_left
     block_d, block_e = power_of_two(head_dim), power_of_two(head_dim_v)
     block_n = max(1, _MOVED // max(block_d, block_e))
-    parts = min(-(-call.capacity // block_n), -(-_PROGRAMS * multiprocessors(device) // turns.sequences))
+    parts = min(-(-call.capacity // block_n), -(-_PROGRAMS * multiprocessors(device) // sequences))
     multiple = power_of_two_factor(*(stride for strides in call.cache_strides for stride in strides))
     cache = pointer_to(call.cache_dtype or call.dtype, 16)
     strides = (CacheStrides(*(int64(stride, multiple) for stride in of)) for of in call.cache_strides)
@@ -100,12 +93,12 @@ def plan_gather(call: SplitCall, least: int, turns: Turns, device: torch.device)
         "places_ptr": pointer_to(places, 16),
         "sequences": Sequences(*map(pointer_to, (lengths, entries, None, table, starts, new_starts, None))),
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in now)),
-        **dict.fromkeys(("length", "first"), Parameter("i32", 1, GIVEN)),
+        "length": Parameter("i32", 1, GIVEN),
         **dict(zip(("k_strides", "v_strides"), strides)),
         "k_descale_strides": factor_strides(now[0]),
         "v_descale_strides": factor_strides(now[1]),
         "stride_table": int64(call.stride_table if table else None),
-        "batch": int32(batch if numbered else None),
+        "batch": int32(batch if packed else None),
         "least": int32(least if packed else None),
         "heads_kv": int32(heads_kv),
         "seq_q": int32(None if packed else seq_q),
@@ -122,14 +115,14 @@ def plan_gather(call: SplitCall, least: int, turns: Turns, device: torch.device)
         "BLOCK_E": block_e,
         "PAGE_SIZE": call.page_size,
     }
-    kernel = Kernel(gather_kernel, parameters, constants, turns.sequences * parts, num_warps=_WARPS)
-    made = *outputs, contiguous((batch,), torch.int32) if numbered else None
-    return Gather(kernel.plan(device), allocator(made, device), behind, turns, numbered)
+    kernel = Kernel(gather_kernel, parameters, constants, sequences * parts, num_warps=_WARPS)
+    made = *outputs, contiguous((batch,), torch.int32) if packed else None
+    return Gather(kernel.plan(device), allocator(made, device), behind)
 
 
 @triton.jit
 def gather_kernel(
-    k_cache_ptr, v_cache_ptr, keys_ptr, values_ptr, places_ptr, sequences, descales, length, first,
+    k_cache_ptr, v_cache_ptr, keys_ptr, values_ptr, places_ptr, sequences, descales, length,
     k_strides, v_strides, k_descale_strides, v_descale_strides, stride_table,
     batch, least, heads_kv, seq_q, seq_new, capacity, window_left, parts,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -139,18 +132,17 @@ def gather_kernel(
     times the factors of rows. `parts` programs share a sequence.
 
     `sequences`: `Sequences`. `k_strides`, `v_strides`, and those of factors (`descales`, `Descales`): `CacheStrides`.
-    `places` `[batch]`: where there is such, sequences are numbered, of packed ones those of `least` queries or more,
-    and number `first` is gathered to place 0. It gets the place of each, -1 for those without.
+    `places` `[batch]`, of packed sequences: those of `least` queries or more have places, in order. It gets the place
+    of each, -1 for those without.
     """
     place = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     sequence = place
     queries = seq_q
     if places_ptr is not None:
-        places = tl.num_programs(0) // parts
         if tl.program_id(0) == 0:
-            number_sequences(sequences.starts, places_ptr, first, places, first, batch, least)
-        sequence = number_sequences(sequences.starts, None, first + place, places, first, batch, least)
+            number_sequences(sequences.starts, places_ptr, place, batch, least)
+        sequence = number_sequences(sequences.starts, None, place, batch, least)
         if sequence < 0:
             return  # there are no more
     if sequences.starts is not None:
@@ -226,24 +218,21 @@ def load_rows(source, head, valid, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def number_sequences(starts_ptr, places_ptr, wanted, places, first, batch, least):
-    """The sequence that has a number, of packed ones among those with `least` queries or more; -1: there are not so
-    many. It writes the place of each, those of `first` and the next ones being 0 to `places` - 1, if it is given any
-    address for that."""
+def number_sequences(starts_ptr, places_ptr, wanted, batch, least):
+    """The packed sequence that has a number, among those with `least` queries or more; -1: there are not so many. It
+    writes the numbers, if it is given an address for them, and -1 for the others."""
     found = -1
     before = 0
     for begin in range(0, batch, 256):
         sequence = begin + tl.arange(0, 256)
-        counted = sequence < batch
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + sequence, mask=counted, other=0)
-            end = tl.load(starts_ptr + sequence + 1, mask=counted, other=0)
-            counted = counted & (end - start >= least)
+        there = sequence < batch
+        start = tl.load(starts_ptr + sequence, mask=there, other=0)
+        end = tl.load(starts_ptr + sequence + 1, mask=there, other=0)
+        counted = there & (end - start >= least)
         counts = counted.to(tl.int32)
         number = before + tl.cumsum(counts, 0) - 1
         if places_ptr is not None:
-            here = counted & (number >= first) & (number < first + places)
-            tl.store(places_ptr + sequence, tl.where(here, number - first, -1), mask=sequence < batch)
+            tl.store(places_ptr + sequence, tl.where(counted, number, -1), mask=there)
         found = tl.maximum(found, tl.max(tl.where(counted & (number == wanted), sequence, -1), 0))
         before += tl.sum(counts, 0)
     return found

@@ -36,7 +36,7 @@ from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStri
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import (
     chunks_unsupported_reason,
-    gathered_in_turns,
+    gathered_sequences,
     is_gathered,
     latent_unsupported_reason,
     mixes_tokens,
@@ -122,10 +122,8 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     results = None if plan.split is None else (out, lse)
     others = *others, descale_k, descale_v, tree
     if plan.gather is not None:
-        for rows, others_of_turn in plan.gather.run((k_cache, v_cache), others, length):
-            results = plan.chunks.run((q, *rows), results, others_of_turn, length)
-        assert results is not None
-        return results
+        rows, others = plan.gather.run((k_cache, v_cache), others, length)
+        return plan.chunks.run((q, *rows), results, others, length)
     results = plan.chunks.run(attended, results, others, length)
     return results if plan.tokens is None else plan.tokens.run(attended, results, others, length)
 
@@ -312,8 +310,9 @@ def _plan(facts: CacheFacts) -> CachePlan:
         return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device))
     from flashtile.ops.kv_cache.hopper.gather import plan_gather
 
-    gather = plan_gather(call, most + 1, gathered_in_turns(call), device)
-    chunks = plan_chunks(gather.call, gather.turns.sequences, most, device, some=gather.numbered)
+    sequences = gathered_sequences(call)
+    gather = plan_gather(call, most + 1, sequences, device)
+    chunks = plan_chunks(gather.call, sequences, most, device, some=call.total_q is not None)
     return CachePlan(append, split, chunks=chunks, gather=gather)
 
 
