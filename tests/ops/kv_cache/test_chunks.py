@@ -254,4 +254,5 @@ def _few_queries(case: CacheCase, out: Tensor, lse: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_gpu(name: str, any_size: pytest.MonkeyPatch) -> None:
-    check(CASES[name], "triton", "cuda")
+    for seed in range(3):  # the later calls mostly have their tensors where those before were
+        check(CASES[name], "triton", "cuda", seed)
