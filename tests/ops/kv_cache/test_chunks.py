@@ -194,7 +194,7 @@ def test_machine_code_of_gathering(eight_bits: bool, monkeypatch: pytest.MonkeyP
     if eight_bits:
         call = call._replace(page_size=16, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2)
     planned = gather.plan_gather(call, 64, 8, torch.device("cpu"))
-    check_code(planned.plan.source, "sm_90", check_fit, HOPPER.facts.shared_memory)
+    check_code(planned.pipeline.plans["gather"].source, "sm_90", check_fit, HOPPER.facts.shared_memory)
 
 
 @pytest.mark.parametrize(("batch", "stages", "residents"), [(4, 6, 1), (8, 2, 2)])

@@ -95,3 +95,4 @@ def test_what_is_gathered_has_a_limit() -> None:
     assert [backend.gathered_sequences(of) for of in (call, packed)] == [6, 5]
     assert "1024 MiB" in (backend.unreadable_by_forward(call) or "")
     assert backend.unreadable_by_forward(call._replace(capacity=32768)) is None
+    assert "enough queries" in (backend.unreadable_by_forward(packed._replace(total_q=63, capacity=32768)) or "")

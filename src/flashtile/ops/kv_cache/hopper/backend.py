@@ -180,13 +180,15 @@ def unreadable_by_forward(call: SplitCall) -> str | None:
         read = call.strides[:1]
         own_factors = any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
         heads_kv, *head_dims = call.shape[3:]
-        size = gathered_sequences(call) * call.capacity * heads_kv * sum(head_dims) * call.dtype.itemsize
+        sequences = gathered_sequences(call)
+        size = sequences * call.capacity * heads_kv * sum(head_dims) * call.dtype.itemsize
         conditions = [
             (
                 not own_factors or call.dtype is torch.bfloat16,
                 "rows times their factors may leave the range of float16",
             ),
             (all(columns % _TOGETHER == 0 for columns in call.shape[-2:]), "TMA moves multiples of 16 bytes"),
+            (sequences > 0, "no sequence can have enough queries to gather rows for them"),
             (size <= _WORKSPACE, f"gathered rows take up to {_WORKSPACE >> 20} MiB"),
         ]
     else:

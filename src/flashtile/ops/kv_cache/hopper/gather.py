@@ -6,7 +6,7 @@ Shapes: N = BLOCK_N rows of a sequence, D = BLOCK_D columns of a head of k, E = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import allocator, contiguous
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import GIVEN, Parameter, Plan, int32, int64, pointer_to, pointers
-from flashtile._backends.pipeline import Kernel
+from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to, pointers
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import MAX_POSITIONS
 from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, Sequences, packed_rows, sequence_lengths
@@ -33,14 +33,12 @@ class Gather(NamedTuple):
     """The launch that gathers the rows of a call, and the call behind it.
 
     Attributes:
-        plan: writes keys and values, and of packed calls entries of the sequences, int32 `[batch]`, negative for those
-            whose rows are not gathered. Without entries all are, in order.
-        allocate: makes memory for these.
+        pipeline: its outputs are keys and values, and of packed calls entries of the sequences, int32 `[batch]`,
+            negative for those whose rows are not gathered. Without entries all are, in order.
         call: that of attention to these.
     """
 
-    plan: Plan
-    allocate: Callable[[], Sequence[Any]]
+    pipeline: Pipeline
     call: SplitCall
 
     def run(
@@ -49,12 +47,12 @@ class Gather(NamedTuple):
         """Keys and values, and what the call behind takes. `others`: what `cache_launch.CacheForward.run` takes of the
         call itself."""
         starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
-        keys, values, places = self.allocate()
         later = [None if strides is None else of for of, strides in zip(factors, self.call.descale_strides)]
         now = [of if after is None else None for of, after in zip(factors, later)]
-        given = pointers((*caches, keys, values, places, lengths, entries, table, starts, new_starts, *now))
-        self.plan.launch(*given, length)
-        return (keys, values), (starts, slopes, sinks, lengths, places, None, new_starts, *later, tree)
+        given = pointers((*caches, lengths, entries, table, starts, new_starts, *now))
+        keys, values, *places = self.pipeline.run(*given, length)
+        entries = places[0] if places else None
+        return (keys, values), (starts, slopes, sinks, lengths, entries, None, new_starts, *later, tree)
 
 
 def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.device) -> Gather:
@@ -115,9 +113,18 @@ def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.devic
         "BLOCK_E": block_e,
         "PAGE_SIZE": call.page_size,
     }
-    kernel = Kernel(gather_kernel, parameters, constants, sequences * parts, num_warps=_WARPS)
-    made = *outputs, contiguous((batch,), torch.int32) if packed else None
-    return Gather(kernel.plan(device), allocator(made, device), behind)
+    programs = sequences * parts
+    kernel = Kernel(gather_kernel, parameters, constants, programs, {"k": "descale_k", "v": "descale_v"}, _WARPS)
+    optional = {
+        "lengths": lengths, "entries": entries, "table": table, "starts": starts, "new_starts": new_starts,
+        **dict(zip(("descale_k", "descale_v"), now)),
+    }  # fmt: skip
+    given = ["k_cache", "v_cache", *(name for name, there in optional.items() if there is not None), "length"]
+    made = {
+        **dict(zip(("keys", "values"), outputs)),
+        "places": contiguous((batch,), torch.int32) if packed else None,
+    }
+    return Gather(Pipeline(device, {"gather": kernel}, given, made), behind)
 
 
 @triton.jit
