@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 #: Functions that empty each memory of decisions about calls and launches (`launch.clear_plans`).
 forgetters: list[Callable[[], None]] = []
+
+
+def picker(places: Sequence[int]) -> Callable[[Any], tuple]:
+    """A function that picks the elements at some places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1)) if places else lambda elements: ()

@@ -2,8 +2,8 @@
 
 Triton's launcher object looks at every argument of every launch, and encodes TMA descriptors anew each time. That takes
 longer than all the rest of a call. With the versions of Triton that are known here a launch therefore calls the
-driver's own function. What that takes is remembered, because the tensors of a repeated call are mostly where those of
-an earlier one were: a launch is then a look-up and a call of C.
+driver's own function and remembers its arguments, because the tensors of a repeated call are mostly where those of an
+earlier one were: a launch is then a look-up and a call of C.
 
 CUDA takes from each argument as many bytes as the parameter has. Every argument but a descriptor is therefore an
 integer of 64 bits, floating point by its bits. Behind the parameters of a kernel Triton adds two pointers, to memory
@@ -27,7 +27,7 @@ from flashtile._backends.devices import triton_version
 
 
 class Launcher(enum.Enum):
-    """What a launch calls."""
+    """The function that a launch calls."""
 
     DRIVER = "the function of NVIDIA's driver"
     OBJECT = "Triton's launcher object, whatever is behind it"
@@ -35,7 +35,7 @@ class Launcher(enum.Enum):
 
 @functools.cache
 def launcher() -> Launcher:
-    """What it calls with this Triton."""
+    """The one that it calls with this Triton."""
     return Launcher.OBJECT if torch.version.hip is not None or triton_version() > _NEWEST_KNOWN else Launcher.DRIVER
 
 
@@ -113,10 +113,10 @@ class DriverKernel:
         one = 1 << 32  # the second half of a word
         self.grid = programs | one, 1 | loaded.threads << 32, 1 | one, loaded.shared_memory
         self._fixed = array("q", (*fixed, 0, 0))
-        self.places = addresses_of(self._fixed)
+        self.places = word_addresses(self._fixed)
 
 
-def addresses_of(words: array[int], numbers: Iterable[int] | None = None) -> array[int]:
+def word_addresses(words: array[int], numbers: Iterable[int] | None = None) -> array[int]:
     """The addresses of words of 64 bits: of those with these numbers, or of all."""
     first, count = words.buffer_info()
     return array("Q", [first + 8 * at for at in (range(count) if numbers is None else numbers)])
@@ -166,7 +166,7 @@ def single_arguments(kernel: DriverKernel, stream: int, *given: Any) -> tuple[tu
     for each in descriptors:
         places += each.places
     numbers = array("q", given[len(descriptors) :])
-    arguments, memory = driver_arguments(kernel, stream, places + addresses_of(numbers))
+    arguments, memory = driver_arguments(kernel, stream, places + word_addresses(numbers))
     return arguments, (memory, numbers, descriptors)
 
 

@@ -10,7 +10,6 @@ from this description.
 from __future__ import annotations
 
 import functools
-import operator
 import struct
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends import forgetters, observe
+from flashtile._backends import forgetters, observe, picker
 from flashtile._backends.allocate import Layout, Scratch, allocator
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import GIVEN, KernelSource, Launch, Plan, Specialisation, pointer, pointers, specialise
-from flashtile._backends.launcher import addresses_of, call_again, driver, driver_arguments
+from flashtile._backends.launcher import call_again, driver, driver_arguments, word_addresses
 from flashtile._backends.tma import TmaTensor
 
 
@@ -192,7 +191,7 @@ def _runner(
     steps: Sequence[_Step],
     device: torch.device,
 ) -> Callable[..., list[Tensor]]:
-    """`Pipeline.run`. `zeroed`: places of outputs. What a repeated call does here is the host's time of small calls."""
+    """`Pipeline.run`. `zeroed`: places of outputs. Its own time counts: small calls wait for the host."""
     loaded: _Loaded | None = None
     index, always_named, profiling = device.index, observe.NVTX, observe.profiling
 
@@ -226,8 +225,8 @@ def _by_driver(step: _Step) -> bool:
 
 
 class _Loaded:
-    """The kernels of a pipeline once they are loaded: how the driver launches them. What a repeated call does here is
-    the host's time of small calls.
+    """The kernels of a pipeline once they are loaded, and how the driver launches them. Their own time counts: small
+    calls wait for the host.
 
     Attributes:
         current_device, current_stream: of PyTorch, by short names.
@@ -239,7 +238,7 @@ class _Loaded:
         """`count`: addresses of a run, without those of parts of the scratch buffer."""
         self._steps, self._scratch, self._start = steps, scratch, driver().cuLaunchKernelEx
         # Parts of the scratch buffer lie where that lies, which is the last.
-        self._moved = _picker([*dict.fromkeys(min(place, count - 1) for step in steps for _, place in step.makers)])
+        self._moved = picker([*dict.fromkeys(min(place, count - 1) for step in steps for _, place in step.makers)])
         self._pack_into = struct.Struct(f"{count + (0 if scratch is None else len(scratch.parts))}q").pack_into
         self.current_device, self.current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
@@ -285,7 +284,7 @@ class _Arguments:
             places = array("Q")
             for each in descriptors:
                 places += each.places
-            places += addresses_of(self.numbers, step.places)
+            places += word_addresses(self.numbers, step.places)
             arguments, memory = driver_arguments(launch.kernel, stream, places)
             self.of_driver.append(arguments)
             self._kept.append((descriptors, memory))
@@ -312,10 +311,3 @@ def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int |
         )
     makers = [(of.maker(), places[of.buffer]) for of in moved]
     return _Step(plan, makers, [places[of] for of in pointers], repeated)
-
-
-def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:
-    """A function that picks the elements at some places."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return operator.itemgetter(slice(places[0], places[0] + 1)) if places else lambda addresses: ()

@@ -16,7 +16,7 @@ import torch
 
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.launch import ABSENT, ELEMENT_TYPES, Parameter
-from flashtile._backends.launcher import Descriptor, Launcher, addresses_of, call_again, driver, launcher
+from flashtile._backends.launcher import Descriptor, Launcher, call_again, driver, launcher, word_addresses
 
 #: CUDA's CUtensorMapDataType.
 _DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # 0: bytes
@@ -176,7 +176,7 @@ def _sizes_and_strides(
     told = array("Q", shape[::-1]), array("Q", in_bytes), array("I", box[::-1]), array("I", [1] * len(box))
     of_kernel = array("q", (*shape, *strides))
     pointers = [ctypes.c_void_p(each.buffer_info()[0]) for each in told]
-    return pointers, addresses_of(of_kernel), (told, of_kernel)
+    return pointers, word_addresses(of_kernel), (told, of_kernel)
 
 
 def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:

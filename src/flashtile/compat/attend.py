@@ -158,7 +158,7 @@ def _with_second_product(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor, layout: Packed | None, call: Call
 ) -> tuple[Tensor, Tensor]:
     """out and lse where the columns of q and qv are more than flashtile's kernels take; differentiable. PyTorch's
-    operations compute a few rows at a time, and again in a backward. Of the options scale, causal, window and soft cap
+    operations compute a few rows at a time, and again in a backward. The options scale, causal, window and soft cap
     count."""
     if layout is None:
         return _scored(q, k, v, qv, None, call)

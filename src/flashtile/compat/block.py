@@ -177,7 +177,7 @@ def add_norm(
     drop_path: DropPath | None, residual_in_fp32: bool, dtype: torch.dtype,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """One or two norms of `Σ drop_path(dropout(branch)) + residual`, in a dtype, and the sum: fused where flashtile has
-    them. Of one or two branches `[batch, ..., dim]`, each has a dropout; drop_path is of a single one. With
+    them. Each of the branches `[batch, ..., dim]` has a dropout; drop_path is for a single branch. With
     residual_in_fp32 the sum is float32 where there is no residual to say so."""
     first, last, fusible = norms[0], norms[-1], _fusible(norms)
     dropout_p = {dropout.p if dropout.training else 0.0 for dropout in dropouts if computes_only(dropout, nn.Dropout)}

@@ -25,11 +25,8 @@ def gathered_rows(
     before = [length] * batch if lengths is None else lengths.tolist()
     served = [sequence for sequence in range(batch) if starts is None or queries[sequence] >= least]
     later = [None if strides is None else of for of, strides in zip(factors, gather.call.descale_strides)]
-    made = [
-        torch.full(of.shape, float("nan"), dtype=of.dtype)
-        for of in map(gather.pipeline.outputs.get, ("keys", "values"))
-        if of
-    ]
+    outputs = gather.pipeline.outputs["keys"], gather.pipeline.outputs["values"]
+    made = [torch.full(of.shape, float("nan"), dtype=of.dtype) for of in outputs]
     places = torch.full((batch,), -1, dtype=torch.int32)
     for place, sequence in enumerate(served):
         places[sequence] = place

@@ -1,7 +1,7 @@
 """Score functions in plain Python: traced into programs, and programs into their derivatives.
 
-What was made by calling a function (traced steps, a described mask) is used again as long as all values that the
-function reads beside its arguments are as they were.
+Traced steps and described masks are used again as long as all values that the function reads beside its arguments are
+as they were.
 """
 
 from __future__ import annotations

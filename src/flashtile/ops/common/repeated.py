@@ -8,7 +8,6 @@ but all are multiples of 16 bytes. Nothing is kept of calls that a compiler, a m
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from flashtile._backends import forgetters
+from flashtile._backends import forgetters, picker
 from flashtile.ops.common import dispatch
 
 #: The tensors of a call, None for one that it does not have. The first is never None.
@@ -266,13 +265,6 @@ class _Repeated(torch.autograd.Function):
 
 
 _apply = dispatch.direct_apply(_Repeated)
-
-
-def picker(places: Sequence[int]) -> Callable[[Any], tuple]:
-    """A function that picks the elements at some places."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return operator.itemgetter(slice(places[0], places[0] + 1)) if places else lambda elements: ()
 
 
 def expander_at(places: Sequence[int | None]) -> Callable[[Any], tuple]:
