@@ -64,7 +64,7 @@ WITHIN_OPERATION = _by_name("""
     derivatives: call reference row_weights score_program score_tracing spec
     row_weights: block_mask philox score_program spec
     inspection: call checks operator options partial row_weights select spec
-    gpu: call philox score_program score_tracing spec tile_lists
+    gpu: call intervals philox score_program score_tracing spec tile_lists
     call: spec
     philox: spec
     merge: spec
@@ -74,9 +74,9 @@ WITHIN_OPERATION = _by_name("""
     spec:
     tile_lists:
     mask_sources: tile_lists
-    mask_intervals: mask_sources tile_lists
-    block_mask: mask_intervals mask_sources spec tile_lists
-    patterns: block_mask mask_intervals mask_sources tile_lists
+    intervals: mask_sources tile_lists
+    block_mask: intervals mask_sources spec tile_lists
+    patterns: block_mask intervals mask_sources tile_lists
     score_program:
     score_symbols: score_program
     score_tracing: score_program score_symbols

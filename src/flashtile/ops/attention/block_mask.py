@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.mask_intervals import tile_bounds
+from flashtile.ops.attention.intervals import tile_bounds
 from flashtile.ops.attention.mask_sources import (
     Predicate,
     Source,

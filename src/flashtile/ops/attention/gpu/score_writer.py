@@ -4,18 +4,27 @@ here. Reads that stay within their tensors need no checks, so the ranges of a pr
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.score_program import CAST, CONSTANT, INPUTS, LOAD, UPSTREAM, ScoreProgram, Step, is_value
+from flashtile.ops.attention.intervals import Range, operation_range
+from flashtile.ops.attention.score_program import (
+    CAST,
+    CONSTANT,
+    INPUTS,
+    LOAD,
+    UPSTREAM,
+    ScoreProgram,
+    Step,
+    is_value,
+    named_steps,
+)
 
-#: From, to: both are possible.
-Range = tuple[int, int]
-
-_INTEGERS = ("int32", "int64")
+#: Values past it may have wrapped around.
 _LARGEST = 2**31 - 1
 
 
@@ -36,63 +45,25 @@ def score_bounds(call: Call) -> ScoreBounds:
     return ScoreBounds(call.batch, call.heads, call.rows_q, call.rows_k, captured)
 
 
-def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, Range]:
-    """The bounds that are known, by the names of the values."""
-    known = {name: (0, count - 1) for name, count in zip(INPUTS[1:], bounds[:4])}
-    for number, step in enumerate(program.steps):
-        found = _value_range(step, known) if step.dtype in _INTEGERS else None
-        if found is not None and -_LARGEST <= found[0] and found[1] <= _LARGEST:
-            known[f"%{number}"] = found
-    return known
+def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, tuple[int, int]]:
+    """The least and the greatest value of integers of which they are known, by the names of the values."""
+    known = {name: Range(_tensor(0), _tensor(count - 1)) for name, count in zip(INPUTS[1:], bounds[:4])}
+    for name, step in named_steps(program.steps).items():
+        if step.dtype not in ("int32", "int64") or step.keywords:
+            continue
+        given = [known.get(each) if is_value(each) else _number(each) for each in step.arguments]
+        found = given[0] if step.operation in (CONSTANT, CAST) else operation_range(step.name, given)
+        if found is not None and -_LARGEST <= found.least and found.most <= _LARGEST:
+            known[name] = found
+    return {name: (int(of.least), int(of.most)) for name, of in known.items()}
 
 
-def _value_range(step: Step, known: Mapping[str, Range]) -> Range | None:
-    given = [_range(argument, known) for argument in step.arguments]
-    if step.operation in (CONSTANT, CAST):
-        return given[0]
-    name = step.name
-    if name == "where":
-        given = given[1:]
-    if step.keywords or None in given:
-        return None
-    if name in ("add", "sub", "rsub") and len(given) != 2:
-        return None
-    return _computed(name, [each for each in given if each is not None])
+def _tensor(number: int) -> Tensor:
+    return torch.full((1, 1), number, dtype=torch.int32, device="cpu")
 
 
-def _computed(name: str, given: list[Range]) -> Range | None:
-    """The range of the result of an operation on integers of these ranges."""
-    low, high = given[0]
-    if len(given) == 1:
-        largest = max(abs(low), abs(high))
-        smallest = 0 if low <= 0 <= high else min(abs(low), abs(high))
-        return {"neg": (-high, -low), "abs": (smallest, largest), "square": (smallest**2, largest**2)}.get(name)
-    if name == "clamp" and len(given) == 3:
-        return min(max(low, given[1][0]), given[2][0]), min(max(high, given[1][1]), given[2][1])
-    if len(given) != 2:
-        return None
-    first, last = given[1]
-    products = [a * b for a in (low, high) for b in (first, last)]
-    found = {
-        "add": (low + first, high + last),
-        "sub": (low - last, high - first),
-        "rsub": (first - high, last - low),
-        "mul": (min(products), max(products)),
-        "maximum": (max(low, first), max(high, last)),
-        "minimum": (min(low, first), min(high, last)),
-        "where": (min(low, first), max(high, last)),
-        "clamp_min": (max(low, first), max(high, last)),
-        "clamp_max": (min(low, first), min(high, last)),
-    }.get(name)
-    if found is None and first == last > 0:  # one positive divisor
-        found = {"floor_divide": (low // first, high // first), "remainder": (0, first - 1)}.get(name)
-    return found
-
-
-def _range(argument: Any, known: Mapping[str, Range]) -> Range | None:
-    if is_value(argument):
-        return known.get(argument)
-    return (argument, argument) if type(argument) is int else None
+def _number(given: Any) -> Range | None:
+    return Range(given, given) if type(given) is int else None
 
 
 _TYPES = {

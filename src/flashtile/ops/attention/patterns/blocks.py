@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask, from_bounds
-from flashtile.ops.attention.mask_intervals import tile_bounds
+from flashtile.ops.attention.intervals import tile_bounds
 from flashtile.ops.attention.mask_sources import (
     Predicate,
     check_count,

@@ -1,8 +1,9 @@
-"""Bounds of mask functions for whole tiles, by interval arithmetic.
+"""Interval arithmetic: bounds of mask functions for whole tiles, and of what score functions index tensors by.
 
 `tile_bounds` evaluates a function once for all tiles: each scalar is then the least and the greatest number that it
 takes within a tile. Most tiles of a long mask are therefore known to be empty or full before any pair is looked at.
-The result of an operation without a rule may be anything, which costs time and changes no result.
+The result of an operation without a rule may be anything, which costs time and changes no result. `operation_range`
+applies one rule, for programs whose steps name PyTorch's operations.
 
 Reference:
     Moore, "Interval Analysis" (1966).
@@ -11,7 +12,7 @@ Reference:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,10 @@ def tile_bounds(predicate: Predicate) -> Callable[[Tiles], Bounds]:
 
     def bounds(tiles: Tiles) -> Bounds:
         indices = (
-            Interval.of(_Range(tiles.batch, tiles.batch)),
-            Interval.of(_Range(tiles.head, tiles.head)),
-            Interval.of(_Range(tiles.first_q, tiles.last_q)),
-            Interval.of(_Range(tiles.first_k, tiles.last_k)),
+            Interval.of(Range(tiles.batch, tiles.batch)),
+            Interval.of(Range(tiles.head, tiles.head)),
+            Interval.of(Range(tiles.first_q, tiles.last_q)),
+            Interval.of(Range(tiles.first_k, tiles.last_k)),
         )
         try:
             with _IntervalArithmetic(tables, tiles.batch.device):
@@ -50,11 +51,17 @@ def tile_bounds(predicate: Predicate) -> Callable[[Tiles], Bounds]:
     return bounds
 
 
+def operation_range(name: str, arguments: Sequence[Range | None]) -> Range | None:
+    """The range of the result of an operation of PyTorch, such as "add"; None where nothing is known."""
+    rule = _RULES.get((name, len(arguments)))
+    return None if rule is None else rule(*arguments)
+
+
 class _NotBoundedError(Exception):
     """The function does what has no meaning for intervals."""
 
 
-class _Range(NamedTuple):
+class Range(NamedTuple):
     """The least and greatest value in each of some tiles, `[rows, tiles_k]` or numbers; one object if equal."""
 
     least: Any
@@ -68,10 +75,10 @@ class _Range(NamedTuple):
 class Interval(Tensor):
     """A scalar of a mask function, of which it is known in which range its values lie; None = anything."""
 
-    range: _Range | None
+    range: Range | None
 
     @classmethod
-    def of(cls, known: _Range | None) -> Interval:
+    def of(cls, known: Range | None) -> Interval:
         dtype = device = None
         if known is not None:
             dtype, device = known.least.dtype, known.least.device
@@ -80,7 +87,7 @@ class Interval(Tensor):
         return interval
 
 
-def _argument_range(value: object) -> _Range | None:
+def _argument_range(value: object) -> Range | None:
     """The range of an argument: of a captured scalar, its value. None where nothing is known."""
     if isinstance(value, Interval):
         return value.range
@@ -88,13 +95,13 @@ def _argument_range(value: object) -> _Range | None:
         if value.dim():
             return None
         value = value.reshape(1, 1)  # with dimensions, as those of tiles have: PyTorch's promotion asks for them
-        return _Range(value, value)
-    return _Range(value, value) if isinstance(value, (bool, int, float)) and value == value else None
+        return Range(value, value)
+    return Range(value, value) if isinstance(value, (bool, int, float)) and value == value else None
 
 
-def _truth(known: _Range | None) -> _Range:
+def _truth(known: Range | None) -> Range:
     """The range of a bool."""
-    return _Range(False, True) if known is None else known
+    return Range(False, True) if known is None else known
 
 
 class _IntervalArithmetic(TorchFunctionMode):
@@ -126,14 +133,14 @@ class _IntervalArithmetic(TorchFunctionMode):
         given = (entry if isinstance(entry, (torch.dtype, str)) else _argument_range(entry) for entry in args)
         return Interval.of(_without_nan(self._in_tensors(rule(*given, **kwargs))))
 
-    def _in_tensors(self, known: _Range | None) -> _Range | None:
+    def _in_tensors(self, known: Range | None) -> Range | None:
         """A range whose ends are tensors: of two bools of which nothing is known, `&` and `|` make one of numbers."""
         if known is None or isinstance(known.least, Tensor):
             return known
         least = torch.full((1, 1), known.least, device=self._device)
-        return _Range(least, least if known.exact else torch.full((1, 1), known.most, device=self._device))
+        return Range(least, least if known.exact else torch.full((1, 1), known.most, device=self._device))
 
-    def _looked_up(self, table: Tensor, index: object) -> _Range | None:
+    def _looked_up(self, table: Tensor, index: object) -> Range | None:
         """The range of `table[index]`, of which one index may be a range."""
         indices = [_argument_range(entry) for entry in (index if isinstance(index, tuple) else (index,))]
         if isinstance(table, Interval) or table.dtype not in _TABLE_DTYPES or table.numel() == 0:
@@ -177,13 +184,13 @@ class _Extremes(NamedTuple):
         level_of = torch.arange(number + 1, device=table.device).double().log2().floor().clamp(min=0).long()
         return cls(entries, torch.stack(least), torch.stack(most), level_of)
 
-    def within(self, others: list[Any], index: _Range) -> _Range:
+    def within(self, others: list[Any], index: Range) -> Range:
         """The range of the entries that `index` may stand for, at the other indices."""
         size, groups = self.table.shape[-1], self.least.shape[-1]
         if index.exact:
             place = *others, index.least
             value = self.table[place]
-            return _Range(value, value)
+            return Range(value, value)
         # An index that is past the ends, or counts from the end, may stand for any entry.
         outside = (index.least < 0) | (index.most >= size)
         first = torch.where(outside, 0, index.least.clamp(0, size - 1) // _ENTRIES_TOGETHER)
@@ -192,37 +199,35 @@ class _Extremes(NamedTuple):
         second = last - (1 << level) + 1
         ends = (level, *others, first), (level, *others, second)
         least = _smaller(*(self.least[end] for end in ends))
-        return _Range(least, _larger(*(self.most[end] for end in ends)))
+        return Range(least, _larger(*(self.most[end] for end in ends)))
 
 
 def _smaller(first: Any, second: Any) -> Any:
     """The smaller of two numbers or tensors; NaN, which stands for an unknown number, wins."""
-    first, second = _as_tensors(first, second)
-    return torch.minimum(first, second)
+    return _chosen(torch.minimum, min, first, second)
 
 
 def _larger(first: Any, second: Any) -> Any:
-    first, second = _as_tensors(first, second)
-    return torch.maximum(first, second)
+    return _chosen(torch.maximum, max, first, second)
 
 
-def _as_tensors(first: Any, second: Any) -> tuple[Tensor, Tensor]:
-    device = next(end.device for end in (first, second) if isinstance(end, Tensor))
-    return on_device(first, device), on_device(second, device)
+def _chosen(of_tensors: Callable, of_numbers: Callable, first: Any, second: Any) -> Any:
+    device = next((end.device for end in (first, second) if isinstance(end, Tensor)), None)
+    return of_numbers(first, second) if device is None else of_tensors(*(on_device(x, device) for x in (first, second)))
 
 
-def _without_nan(known: _Range | None) -> _Range | None:
+def _without_nan(known: Range | None) -> Range | None:
     """A range whose ends are both NaN where one of them is: there nothing is known."""
     if known is None or not known.least.is_floating_point():
         return known
     unknown = known.least.isnan() | known.most.isnan()
-    return _Range(torch.where(unknown, torch.nan, known.least), torch.where(unknown, torch.nan, known.most))
+    return Range(torch.where(unknown, torch.nan, known.least), torch.where(unknown, torch.nan, known.most))
 
 
-def _monotone(operation: Callable[..., Any]) -> Callable[..., _Range | None]:
+def _monotone(operation: Callable[..., Any]) -> Callable[..., Range | None]:
     """The rule of an operation that rises or falls in each argument: its extremes are at those of the arguments."""
 
-    def rule(*given: _Range | None) -> _Range | None:
+    def rule(*given: Range | None) -> Range | None:
         ranges = [known for known in given if known is not None]
         if len(ranges) != len(given):
             return None
@@ -232,19 +237,19 @@ def _monotone(operation: Callable[..., Any]) -> Callable[..., _Range | None]:
             corners = [(*corner, end) for corner in corners for end in ends]
         values = [operation(*corner) for corner in corners]
         if len(values) == 1:
-            return _Range(values[0], values[0])
+            return Range(values[0], values[0])
         least = most = values[0]
         for value in values[1:]:
             least, most = _smaller(least, value), _larger(most, value)
         if least.is_floating_point() or least.dtype is torch.bool:
-            return _Range(least, most)
+            return Range(least, most)
         # Integers that may have wrapped around may be any.
         limits = torch.iinfo(least.dtype)
         wrapped = torch.zeros_like(least, dtype=torch.bool)
         for corner in corners:
             exact = operation(*(end.double() if isinstance(end, Tensor) else float(end) for end in corner))
             wrapped = wrapped | ~(exact.abs() <= limits.max // 2)
-        return _Range(torch.where(wrapped, limits.min, least), torch.where(wrapped, limits.max, most))
+        return Range(torch.where(wrapped, limits.min, least), torch.where(wrapped, limits.max, most))
 
     return rule
 
@@ -252,45 +257,48 @@ def _monotone(operation: Callable[..., Any]) -> Callable[..., _Range | None]:
 _subtract = _monotone(lambda a, b: a - b)
 
 
-def _swapped(rule: Callable[..., _Range | None]) -> Callable[..., _Range | None]:
+def _swapped(rule: Callable[..., Range | None]) -> Callable[..., Range | None]:
     return lambda first, second: rule(second, first)
 
 
-def _absolute(a: _Range | None) -> _Range | None:
+_multiply = _monotone(lambda a, b: a * b)
+
+
+def _absolute(a: Range | None) -> Range | None:
     known = _monotone(torch.abs)(a)
     if known is None or a is None or a.exact:
         return known
-    return _Range(torch.where((a.least < 0) & (a.most > 0), 0, known.least), known.most)
+    return Range(torch.where((a.least < 0) & (a.most > 0), 0, known.least), known.most)
 
 
-def _integers(a: _Range | None, b: _Range | None) -> tuple[_Range, int] | None:
+def _integers(a: Range | None, b: Range | None) -> tuple[Range, int] | None:
     """A range of integers and a positive number to divide it by; None where they are something else."""
     if a is None or b is None or type(b.least) is not int or b.least <= 0 or not isinstance(a.least, Tensor):
         return None
     return None if a.least.is_floating_point() or a.least.dtype is torch.bool else (a, b.least)
 
 
-def _floor_divide(a: _Range | None, b: _Range | None) -> _Range | None:
+def _floor_divide(a: Range | None, b: Range | None) -> Range | None:
     known = _integers(a, b)
     if known is None:
         return None
     (least, most), divisor = known
     quotient = least // divisor
-    return _Range(quotient, quotient if known[0].exact else most // divisor)
+    return Range(quotient, quotient if known[0].exact else most // divisor)
 
 
-def _remainder(a: _Range | None, b: _Range | None) -> _Range | None:
+def _remainder(a: Range | None, b: Range | None) -> Range | None:
     known = _integers(a, b)
     if known is None:
         return None
     (least, most), divisor = known
     if known[0].exact:
-        return _Range(rest := least % divisor, rest)
+        return Range(rest := least % divisor, rest)
     near = least // divisor == most // divisor
-    return _Range(torch.where(near, least % divisor, 0), torch.where(near, most % divisor, divisor - 1))
+    return Range(torch.where(near, least % divisor, 0), torch.where(near, most % divisor, divisor - 1))
 
 
-def _divide(a: _Range | None, b: _Range | None, rounding_mode: str | None = None) -> _Range | None:
+def _divide(a: Range | None, b: Range | None, rounding_mode: str | None = None) -> Range | None:
     if rounding_mode == "floor":
         return _floor_divide(a, b)
     if rounding_mode is not None or b is None or not isinstance(b.least, (int, float)) or b.least == 0:
@@ -298,13 +306,13 @@ def _divide(a: _Range | None, b: _Range | None, rounding_mode: str | None = None
     return _monotone(lambda x, y: x / y)(a, b)
 
 
-def _comparison(certain: Callable, impossible: Callable) -> Callable[..., _Range | None]:
+def _comparison(certain: Callable, impossible: Callable) -> Callable[..., Range | None]:
     """The rule of a comparison, from when it must hold and when it cannot. Both are False of an unknown number."""
 
-    def rule(a: _Range | None, b: _Range | None) -> _Range | None:
+    def rule(a: Range | None, b: Range | None) -> Range | None:
         if a is None or b is None:
             return None
-        return _Range(certain(a, b), ~impossible(a, b))
+        return Range(certain(a, b), ~impossible(a, b))
 
     return rule
 
@@ -316,52 +324,54 @@ _equal = _comparison(
 )
 
 
-def _not(a: _Range | None) -> _Range | None:
-    return None if a is None or not _is_truth(a) else _Range(~a.most, ~a.least)
+def _not(a: Range | None) -> Range | None:
+    return None if a is None or not _is_truth(a) else Range(~a.most, ~a.least)
 
 
-def _logical(operation: Callable[[Any, Any], Any]) -> Callable[..., _Range | None]:
+def _logical(operation: Callable[[Any, Any], Any]) -> Callable[..., Range | None]:
     """The rule of `&` or `|`, also for one bool and something unknown, because False or True decides."""
 
-    def rule(a: _Range | None, b: _Range | None) -> _Range | None:
+    def rule(a: Range | None, b: Range | None) -> Range | None:
         if not (_is_truth(a) and _is_truth(b)):
             return None
         a, b = _truth(a), _truth(b)
-        return _Range(operation(a.least, b.least), operation(a.most, b.most))
+        return Range(operation(a.least, b.least), operation(a.most, b.most))
 
     return rule
 
 
-def _is_truth(a: _Range | None) -> bool:
+def _is_truth(a: Range | None) -> bool:
     """Whether it is a bool, or may be one."""
     return a is None or isinstance(a.least, bool) or (isinstance(a.least, Tensor) and a.least.dtype is torch.bool)
 
 
-def _where(condition: _Range | None, a: _Range | None, b: _Range | None) -> _Range | None:
-    if a is None or b is None or condition is None:
+def _where(condition: Range | None, a: Range | None, b: Range | None) -> Range | None:
+    if a is None or b is None:
         return None
-    a, b = (_Range(*(on_device(end, condition.least.device) for end in known)) for known in (a, b))
+    if condition is None:
+        return Range(_smaller(a.least, b.least), _larger(a.most, b.most))
+    a, b = (Range(*(on_device(end, condition.least.device) for end in known)) for known in (a, b))
     least = torch.where(condition.least, a.least, torch.where(condition.most, _smaller(a.least, b.least), b.least))
     most = torch.where(condition.least, a.most, torch.where(condition.most, _larger(a.most, b.most), b.most))
-    return _Range(least, most)
+    return Range(least, most)
 
 
-def _converted(a: _Range | None, dtype: object) -> _Range | None:
+def _converted(a: Range | None, dtype: object) -> Range | None:
     return None if not isinstance(dtype, torch.dtype) or dtype not in _TABLE_DTYPES else _cast(dtype)(a)
 
 
-def _cast(dtype: torch.dtype) -> Callable[[_Range | None], _Range | None]:
-    def rule(a: _Range | None) -> _Range | None:
+def _cast(dtype: torch.dtype) -> Callable[[Range | None], Range | None]:
+    def rule(a: Range | None) -> Range | None:
         if a is None:
             return None
         least, most = a.least.to(dtype), a.most.to(dtype)
         if dtype is torch.bool:
-            return _Range((a.least > 0) | (a.most < 0), ~((a.least == 0) & (a.most == 0)))
+            return Range((a.least > 0) | (a.most < 0), ~((a.least == 0) & (a.most == 0)))
         if dtype.is_floating_point:
-            return _Range(least, most)
+            return Range(least, most)
         limits = torch.iinfo(dtype)
         fits = (a.least >= limits.min // 2) & (a.most <= limits.max // 2)
-        return _Range(torch.where(fits, least, limits.min), torch.where(fits, most, limits.max))
+        return Range(torch.where(fits, least, limits.min), torch.where(fits, most, limits.max))
 
     return rule
 
@@ -371,13 +381,14 @@ _TABLE_DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 
-_Rule = Callable[..., _Range | None]
+_Rule = Callable[..., Range | None]
 
 #: The rules by number of arguments and the names that PyTorch's functions, methods and operators have.
 _RULES_OF_NAMES: dict[int, dict[_Rule, str]] = {
     1: {
         _monotone(lambda a: -a): "neg negative __neg__",
         _absolute: "abs absolute __abs__",
+        lambda a: _multiply(_absolute(a), _absolute(a)): "square",
         _not: "logical_not bitwise_not __invert__",
         _cast(torch.int64): "long",
         _cast(torch.int32): "int",
@@ -389,12 +400,12 @@ _RULES_OF_NAMES: dict[int, dict[_Rule, str]] = {
         _monotone(lambda a, b: a + b): "add __add__ __radd__",
         _subtract: "sub subtract __sub__",
         _swapped(_subtract): "rsub __rsub__",
-        _monotone(lambda a, b: a * b): "mul multiply __mul__ __rmul__",
+        _multiply: "mul multiply __mul__ __rmul__",
         _floor_divide: "floor_divide __floordiv__",
         _remainder: "remainder __mod__",
         _divide: "div divide true_divide __truediv__",
-        _monotone(_smaller): "minimum",
-        _monotone(_larger): "maximum",
+        _monotone(_smaller): "minimum clamp_max",
+        _monotone(_larger): "maximum clamp_min",
         _less: "lt less __lt__",
         _less_or_equal: "le less_equal __le__",
         _swapped(_less): "gt greater __gt__",
