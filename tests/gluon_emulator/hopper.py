@@ -9,7 +9,7 @@ import math
 import pkgutil
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -86,12 +86,14 @@ class EmulatedHopper:
         return gradients._replace(bias=_bias_gradient(inputs, self._made["row_statistics"], side, spec))
 
     def latent(self, call: SplitCall, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Attention over a latent cache. `arguments`: q, the cache, the tensors of `rows.Sequences` as they are, and
-        the length of all sequences."""
+        """Attention over a latent cache. `arguments`: q, the cache, the tensors of `rows.Sequences` and the factors as
+        they are, and the length of all sequences."""
 
-        def run(q: Tensor, cache: Tensor, indices: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
+        def run(
+            q: Tensor, cache: Tensor, indices: Sequence[Tensor | None], factors: Sequence[Tensor | None], length: int
+        ) -> tuple[Tensor, Tensor]:
             pipeline = self.modules["latent"].latent_pipeline(call, torch.device("cpu"))
-            out, lse, *_ = pipeline.run(*pointers((q, cache, *indices)), length)
+            out, lse, *_ = pipeline.run(*pointers((q, cache, *indices, *factors)), length)
             return out, lse
 
         return self.call(run, *arguments)

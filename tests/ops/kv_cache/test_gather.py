@@ -17,7 +17,8 @@ _QUERIES, _LENGTHS, _LEAST = (40, 5, 0, 45), (100, 37, 50, 64), 20
 
 
 class Case(NamedTuple):
-    """A call of four sequences. `factors`: "rows", "pages" (or entries) or "heads"."""
+    """A call of four sequences. `factors`: "rows", "pages" (or entries) or "heads". `latent`: values are columns of
+    keys. `left`: rows before are padding."""
 
     page_size: int = 0
     cache_dtype: torch.dtype | None = None
@@ -27,6 +28,8 @@ class Case(NamedTuple):
     head_dims: tuple[int, int] = (64, 64)
     places: int = 4
     new: int | None = None
+    latent: bool = False
+    left: tuple[int, ...] | None = None
 
 
 CASES = {
@@ -35,6 +38,8 @@ CASES = {
     "int8": Case(7, torch.int8, "rows", packed=True, window=10, head_dims=(72, 64), places=2),
     "pages": Case(16, _FP8, "pages", head_dims=(256, 64)),
     "heads": Case(3, _E5M2, "heads", packed=True, new=0),
+    "latent": Case(16, torch.int8, "rows", packed=True, head_dims=(576, 512), latent=True, left=(33, 0, 60, 70)),
+    "latent, pages of 1": Case(1, head_dims=(520, 512), latent=True),
 }
 
 
@@ -61,24 +66,35 @@ def test_gathers_the_rows_that_count(name: str, device: str) -> None:
     starts = torch.tensor([0, *_QUERIES]).cumsum(0) if case.packed else None
     new_starts = None if case.new is None else torch.arange(5, dtype=torch.int32) * case.new
     lengths = torch.tensor(_LENGTHS) - (case.new or 0)
-    dtypes = (of if of is None else of.dtype for of in (lengths, entries, None, table, starts, new_starts, None))
+    left = None if case.left is None else torch.tensor(case.left)
+    if left is not None and table is not None:
+        for sequence, first in enumerate(left.tolist()):
+            table[sequence, : first // page_size] = 2**30  # not read
+    if case.latent:
+        caches, factors[1] = caches[:1], factors[0]
+    indices = lengths, entries, left, table, starts, new_starts, None
+    dtypes = (of if of is None else of.dtype for of in indices)
+    strides = (0, 4, 1), *(of.stride()[:3] for of in (caches[0], caches[-1]))
     call = SplitCall(
-        dtype, (4, 45, 4, 2, *case.head_dims), ((0, 4, 1), *(of.stride()[:3] for of in caches)), 0, capacity, 0.1,
+        dtype, (4, 45, 4, 2, *case.head_dims), strides, 0, capacity, 0.1,
         False, tuple(dtypes), page_size, 0 if table is None else table.stride(0), total_q=90 if case.packed else None,
         window_left=case.window, cache_dtype=case.cache_dtype,
         descale_strides=tuple(of if of is None else of.stride() for of in factors),
     )  # fmt: skip
-    others = starts, None, None, lengths, entries, table, new_starts, *factors, None
-    found = gather.plan_gather(call, _LEAST, case.places, torch.device(device, 0 if device == "cuda" else None))
-    on_device = [None if of is None else of.to(device) for of in others]
-    rows, behind = found.run(tuple(of.to(device) for of in caches), on_device, 0)  # type: ignore[arg-type]
-    wanted_rows, wanted = gathered_rows(found, call, _LEAST, tuple(caches), others, 0)  # type: ignore[arg-type]
-    assert [of is None for of in behind] == [of is None for of in wanted] and behind[5] is None
-    places = torch.arange(4) if wanted[4] is None else wanted[4]
-    assert behind[4] is None or behind[4].tolist() == places.tolist()
+    on = torch.device(device, 0 if device == "cuda" else None)
+    found = gather.plan_gather(call, _LEAST, case.places, on, keys_alone=case.latent)
+    tensors = [[None if of is None else of.to(device) for of in those] for those in (caches, indices, factors)]
+    rows, behind, later = found.run(*tensors, 0)
+    wanted_rows, wanted, wanted_later = gathered_rows(found, call, _LEAST, caches, indices, factors, 0)
+    for some, others in ((behind, wanted), (later, wanted_later)):
+        assert [of is None for of in some] == [of is None for of in others]
+    assert len(rows) == len(caches) and behind[3] is None
+    places = torch.arange(4) if wanted[1] is None else wanted[1]
+    assert behind[1] is None or behind[1].tolist() == places.tolist()
     for sequence, place in enumerate(places.tolist()):
         queries = _QUERIES[sequence] if case.packed else 45
         first = 0 if case.window is None else max(_LENGTHS[sequence] - queries - case.window, 0)
+        first = first if left is None else max(first, case.left[sequence])
         counted = slice(first, _LENGTHS[sequence])
         for got, of in zip(rows, wanted_rows):
             assert place < 0 or assert_same(got[place, counted].cpu(), of[place, counted]) is None
@@ -92,7 +108,7 @@ def test_what_is_gathered_has_a_limit() -> None:
         False, (torch.int32, None, None, torch.int32, None, None, None), 1, 65536,
     )  # fmt: skip
     packed = call._replace(shape=(128, 512, *call.shape[2:]), total_q=5 * 64 + 63)
-    assert [backend.gathered_sequences(of) for of in (call, packed)] == [6, 5]
+    assert [backend.gathered_sequences(of, 64) for of in (call, packed)] == [6, 5]
     assert "1024 MiB" in (backend.unreadable_by_forward(call) or "")
     assert backend.unreadable_by_forward(call._replace(capacity=32768)) is None
     assert "enough queries" in (backend.unreadable_by_forward(packed._replace(total_q=63, capacity=32768)) or "")

@@ -3,6 +3,7 @@ serves, all without a GPU."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,16 +16,18 @@ from support.compilation import needs_triton  # noqa: F401
 import flashtile
 from flashtile._backends import devices
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.launch import Plan
+from flashtile._backends.launch import Plan, clear_plans
+from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.common.split_keys import plan as split_keys
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import reference
-from flashtile.ops.kv_cache.hopper import latent
+from flashtile.ops.kv_cache.hopper import backend, gather, latent
 from flashtile.ops.kv_cache.hopper.backend import latent_unsupported_reason
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, quantized
 from flashtile.ops.kv_cache.triton import launch
 from flashtile.testing import assert_close, assert_same
 from gluon_emulator import EmulatedHopper
+from support.attention.gathered import gathered_rows
 from support.attention.kv_cache_cases import CacheCase, check
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
@@ -49,6 +52,8 @@ class Case(NamedTuple):
     spread: float = 1.0  # of the queries
     left: tuple[int, ...] | None = None
     tree: bool = False
+    cache_dtype: torch.dtype | None = None  # of 8 bits; rows are gathered
+    factors: str | None = None  # of "rows", "pages" or "heads", those of values others
 
 
 _CASES = {
@@ -64,6 +69,24 @@ _CASES = {
     "left padding, packed": Case(queries=(5, 9), lengths=(140, 37), left=(130, 33), page_size=64, dtype=torch.float16),
     "tree": Case(seq_q=7, lengths=(70, 200), causal=False, tree=True, splits=2),
     "tree, packed": Case(queries=(5, 1, 9), lengths=(130, 33, 66), page_size=64, heads=24, causal=False, tree=True),
+    "int8": Case(cache_dtype=torch.int8, factors="heads", lengths=(200, 75, 0), splits=2, dtype=torch.float16),
+    "fp8, packed": Case(
+        cache_dtype=torch.float8_e4m3fn,
+        factors="rows",
+        queries=(5, 0, 1),
+        lengths=(100, 33, 64),
+        page_size=16,
+    ),
+    "e5m2, left padding": Case(
+        cache_dtype=torch.float8_e5m2,
+        factors="pages",
+        seq_q=2,
+        lengths=(200, 75),
+        left=(67, 75),
+        page_size=24,
+    ),
+    "pages of 1": Case(lengths=(130, 70), page_size=1, heads=64, seq_q=3),
+    "pages of 12": Case(queries=(5, 0, 9), lengths=(100, 33, 64), page_size=12, dtype=torch.float16),
     "rising scores": Case(lengths=(256, 190), spread=30.0, dtype=torch.float16),
     "rising scores in bfloat16": Case(lengths=(256, 190), spread=30.0),
 }
@@ -86,6 +109,15 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
             # Scores grow along the rows where they are to rise.
             grown = 1 + row / 50 if case.spread > 1 else 1
             cache[where] = (torch.randn(width, generator=generator) * grown).to(case.dtype)
+    factors: list[torch.Tensor | None] = [None, None]
+    if case.cache_dtype is not None:
+        shape = {"rows": cache.shape[:-1], "pages": (len(cache), 1, 1), "heads": (1, 1, 1)}[case.factors or "heads"]
+        largest = 4 / EIGHT_BITS[case.cache_dtype]
+        first, second = (
+            ((torch.rand(shape, generator=generator) + 0.7) * largest).expand(cache.shape[:-1]) for _ in range(2)
+        )
+        factors = [first, second if case.factors == "heads" else first]
+        cache = quantized(cache, first, case.cache_dtype)
     starts = None
     if case.queries is not None:
         starts = torch.tensor([0, *case.queries]).cumsum(0).int()
@@ -101,7 +133,8 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
         tree = torch.rand(*rows, columns, generator=generator) < 0.5
     call = CacheCall(
         q, cache, cache[..., :512], cache_lengths=torch.tensor(case.lengths), cache_left_padding=left,
-        block_table=table if case.page_size else None, cu_seqlens_q=starts, tree_mask=tree,
+        block_table=table if case.page_size else None, cu_seqlens_q=starts, descale_k=factors[0],
+        descale_v=factors[1], tree_mask=tree,
     )  # fmt: skip
     return call, CacheSpec(0, width**-0.5, None, 0 if case.causal else None, num_splits=case.splits)
 
@@ -139,7 +172,9 @@ def _call(
 
 @pytest.mark.parametrize("name", _CASES)
 @pytest.mark.parametrize("seed", range(2))
-def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
+def test_results_on_the_emulated_machine(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable kernel that gathers is not there."""
+    monkeypatch.setattr(backend, "_GATHERED_BYTES", math.inf)
     call, spec = _inputs(_CASES[name])
     emulated = EmulatedHopper(multiprocessors=3, seed=seed)
     indices = (
@@ -162,8 +197,19 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
     if call.tree_mask is not None:
         form = (*(0, *call.tree_mask.stride())[-3:-1], call.tree_mask.shape[-1])
         described = described._replace(tree=form, index_dtypes=(*described.index_dtypes[:6], torch.uint8))
+    factors = [call.descale_k, call.descale_v]
+    described = described._replace(
+        cache_dtype=call.k_cache.dtype, one_factor=call.descale_k is call.descale_v,
+        descale_strides=tuple(of if of is None else of.stride() for of in factors),
+    )  # fmt: skip
     assert latent_unsupported_reason(described, _SM_90) is None
-    found = emulated.latent(described, call.q, call.k_cache, indices, 0)
+    rows = [call.k_cache]
+    if backend.is_gathered(described):
+        sequences = backend.gathered_sequences(described, 1)
+        planned = gather.plan_gather(described, 1, sequences, torch.device("cpu"), keys_alone=True)
+        rows, indices, factors = gathered_rows(planned, described, 1, rows, indices, factors, 0)
+        described = planned.call
+    found = emulated.latent(described, call.q, *rows, indices, factors, 0)
     cast = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in call]
     if call.block_table is not None:
         cast[8] = call.block_table.clamp(max=call.k_cache.shape[0] - 1)
@@ -181,7 +227,7 @@ def test_bits_depend_on_the_rows_that_a_query_sees_alone() -> None:
     together = _call((1, 5, 16, 576), (1, 192, 1, 576), torch.float16, None, None)
     cache = torch.cat((rows, torch.full((42, 1, 576), float("nan")).half()))[None]
     out, lse = emulated.latent(
-        together._replace(num_splits=1), q[None], cache, (torch.tensor([150], dtype=torch.int32), *[None] * 6), 0
+        together._replace(num_splits=1), q[None], cache, (torch.tensor([150], dtype=torch.int32), *[None] * 6), (), 0
     )
     # The last three queries, behind those of another sequence, in pages of 16.
     pages, table = torch.randn(20, 16, 1, 576).half(), torch.randperm(20)[:20].view(2, 10).int()
@@ -192,7 +238,7 @@ def test_bits_depend_on_the_rows_that_a_query_sees_alone() -> None:
     lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ((99, 150), (0, 4, 7)))
     described = _call(packed.shape, pages.shape, torch.float16, (2, 10), 2, num_splits=1)
     out_packed, lse_packed = emulated.latent(
-        described, packed, pages, (lengths, None, None, table, starts, None, None), 0
+        described, packed, pages, (lengths, None, None, table, starts, None, None), (), 0
     )
     assert_same(out_packed[4:], out[0, 2:])
     assert_same(lse_packed[:, 4:], lse[0, :, 2:])
@@ -210,7 +256,18 @@ _TREE = _CHUNKS._replace(
 _PADDED = _CHUNKS._replace(index_dtypes=(None, None, torch.int32, torch.int32, torch.int32, None, None), num_splits=2)
 
 
-@each_case("call", [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None)])
+#: Many heads, for which rows are gathered, and rows of 8 bits with factors of their own.
+_MANY: dict[str, Any] = {
+    "shape": (64, 1, 128, 1, 576, 512), "strides": ((128 * 576, 128 * 576, 576), *_DECODE.strides[1:]),
+}  # fmt: skip
+_FP8_ROWS: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn, "descale_strides": ((4096, 1, 1),) * 2}
+
+
+@each_case(
+    "call",
+    [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None), _DECODE._replace(**_MANY, **_FP8_ROWS),
+     _PAGED._replace(page_size=1, capacity=8192), _CHUNKS._replace(page_size=12, cache_dtype=torch.int8)],
+)  # fmt: skip
 def test_served(call: SplitCall) -> None:
     assert latent_unsupported_reason(call, _SM_90) is None
 
@@ -222,7 +279,10 @@ def test_served(call: SplitCall) -> None:
         ({"shape": (64, 1, 16, 1, 512, 512)}, "520 to 576 columns with 512 of values, not 512 with 512"),
         ({"shape": (64, 1, 16, 1, 576, 256)}, "not 576 with 256"),
         ({"dtype": torch.float32}, "16-bit"),
-        ({"cache_dtype": torch.int8}, "16-bit"),
+        ({"cache_dtype": torch.int8}, "the portable kernel reads fewer bytes"),
+        ({**_MANY, "cache_dtype": torch.int8, "capacity": 16384}, "up to 1024 MiB"),
+        ({**_MANY, **_FP8_ROWS, "one_factor": False}, "factors of rows are those of keys and values"),
+        ({**_MANY, **_FP8_ROWS, "dtype": torch.float16}, "may leave the range of float16"),
         ({"window_left": 5}, "no window"),
         ({"window_right": 5}, "no window"),
         ({"softcap": 2.0}, "no soft cap"),
@@ -231,7 +291,7 @@ def test_served(call: SplitCall) -> None:
         ({"misalignment": 8}, "multiples of 16 bytes"),
         ({"strides": ((16 * 600, 16 * 600, 600), *_DECODE.strides[1:])}, "contiguous"),
         ({"strides": (_DECODE.strides[0], *[(4096 * 576 + 8, 576, 0)] * 2)}, "multiples of a row"),
-        ({"page_size": 12}, "8 divides the pages that it takes, not 12"),
+        ({"page_size": 12}, "the portable kernel reads fewer bytes"),
     ],
 )
 def test_not_served(change: dict[str, Any], reason: str) -> None:
@@ -269,10 +329,19 @@ def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatc
     assert (plans["attend"].programs, combine and combine.scalars[-1]) == (programs, splits)
 
 
+_GATHERED = _DECODE._replace(cache_dtype=torch.int8, descale_strides=((0, 0, 0),) * 2)
+
+
 @pytest.mark.parametrize(
-    "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE], ids=["decode", "paged", "chunks", "padded", "tree"]
-)
+    "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE, _GATHERED],
+    ids=["decode", "paged", "chunks", "padded", "tree", "gathered"],
+)  # fmt: skip
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend.is_gathered(call):
+        monkeypatch.setattr(gather, "multiprocessors", lambda _: 132)
+        planned = gather.plan_gather(call, 1, 64, torch.device("cpu"), keys_alone=True)
+        check_code(planned.pipeline.plans["gather"].source, "sm_90", check_fit, _SM_90.shared_memory)
+        call = planned.call
     source = _plans(call, monkeypatch)["attend"].source
     check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
 
@@ -330,6 +399,27 @@ def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None,
 def test_gpu_changes(change: dict[str, Any], dtype: torch.dtype, latent_plans: list[bool]) -> None:
     check(replace(_GPU, dtype=dtype, **change), "triton", "cuda")
     assert set(latent_plans) == {True}
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("page_size", [None, 1, 12, 64], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"cache_dtype": torch.float8_e4m3fn, "factors": "rows", "heads": 128},
+     {"cache_dtype": torch.float8_e4m3fn, "factors": "one", "dtype": torch.float16},
+     {"cache_dtype": torch.float8_e5m2, "factors": "pages", "queries": (100, 1, 0, 3)},
+     {"cache_dtype": torch.int8, "factors": "heads", "heads": 128, "left": (901, 0, 77), "seq_q": 9, "seq_new": 9},
+     {"heads": 128, "queries": (5, 300, 1, 0)}],
+    ids=["fp8", "float16", "e5m2", "int8", "16 bits"],
+)  # fmt: skip
+def test_gpu_gathered(
+    change: dict[str, Any], page_size: int | None, latent_plans: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_GATHERED_BYTES", math.inf)
+    clear_plans()
+    check(replace(_GPU, page_size=page_size, **change), "triton", "cuda")
+    assert set(latent_plans) == {True}
+    clear_plans()
 
 
 @pytest.mark.hopper

@@ -14,18 +14,19 @@ from flashtile.ops.kv_cache.spec import gathered
 
 
 def gathered_rows(
-    gather: Gather, call: SplitCall, least: int, caches: tuple[Tensor, Tensor], others: Sequence[Any], length: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """`gather.run(caches, others, length)`, of a `call`. Rows of nobody are NaN, and those left of a window are
-    gathered."""
-    starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
+    gather: Gather, call: SplitCall, least: int, caches: Sequence[Tensor], indices: Sequence[Any],
+    factors: Sequence[Any], length: int,
+) -> tuple[list[Tensor], tuple[Any, ...], list[Any]]:  # fmt: skip
+    """`gather.run(caches, indices, factors, length)`, of a `call`. Rows of nobody are NaN, and those left of a window
+    and of the left padding are gathered."""
+    lengths, entries, left, table, starts, new_starts, tree = indices
     batch, seq_q, *_ = call.shape
     queries = [seq_q] * batch if starts is None else starts.diff().tolist()
     new = [call.seq_new] * batch if new_starts is None else new_starts.diff().tolist()
     before = [length] * batch if lengths is None else lengths.tolist()
     served = [sequence for sequence in range(batch) if starts is None or queries[sequence] >= least]
     later = [None if strides is None else of for of, strides in zip(factors, gather.call.descale_strides)]
-    outputs = gather.pipeline.outputs["keys"], gather.pipeline.outputs["values"]
+    outputs = [gather.pipeline.outputs[name] for name in ("keys", "values")[: len(caches)]]
     made = [torch.full(of.shape, float("nan"), dtype=of.dtype) for of in outputs]
     places = torch.full((batch,), -1, dtype=torch.int32)
     for place, sequence in enumerate(served):
@@ -33,8 +34,8 @@ def gathered_rows(
         row = torch.arange(max(0, min(min(before[sequence], call.capacity) + new[sequence], call.capacity)))
         outer = row.new_tensor(sequence if entries is None else int(entries[sequence])).expand_as(row)
         if table is not None:
-            outer, row = table[sequence, row // call.page_size].long(), row % call.page_size
+            pages = table.clamp(max=caches[0].shape[0] - 1)  # of the left padding, which are not read
+            outer, row = pages[sequence, row // call.page_size].long(), row % call.page_size
         for to, cache, of, after in zip(made, caches, factors, later):
             to[place, : len(row)] = gathered(cache, of if after is None else None, (outer, row), call.dtype)
-    behind = starts, slopes, sinks, lengths, None if starts is None else places, None, new_starts, *later, tree
-    return (made[0], made[1]), behind
+    return made, (lengths, None if starts is None else places, left, None, starts, new_starts, tree), later

@@ -203,10 +203,11 @@ def are_columns(keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def address_facts(tensors: Sequence[Any]) -> tuple[int, int, bool]:
+def address_facts(tensors: Sequence[Any]) -> tuple[int, int, bool, bool]:
     """All that is decided by addresses, from the tensors of `CacheCall`: those of q, caches and new rows modulo 16,
-    those of the angles' tables modulo 16, and whether both caches begin at one."""
+    those of the angles' tables modulo 16, and whether both caches, and both factors, begin at one."""
     q, k_cache, v_cache, k, v = tensors[:5]
+    descale_k, descale_v = tensors[15:17]
     keys, values = k_cache.data_ptr(), v_cache.data_ptr()
     bits, of_tables = q.data_ptr() | keys | values, 0
     if k is not None:
@@ -216,7 +217,10 @@ def address_facts(tensors: Sequence[Any]) -> tuple[int, int, bool]:
     cos, sin = tensors[9:11]
     if cos is not None and sin is not None:
         of_tables = cos.data_ptr() | sin.data_ptr()
-    return bits & 15, of_tables & 15, keys == values
+    one_factor = descale_k is descale_v
+    if not one_factor and descale_k is not None and descale_v is not None:
+        one_factor = descale_k.data_ptr() == descale_v.data_ptr()
+    return bits & 15, of_tables & 15, keys == values, one_factor
 
 
 def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Tensor, v: Tensor | None) -> None:

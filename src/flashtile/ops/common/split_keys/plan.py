@@ -88,6 +88,7 @@ class SplitCall(NamedTuple):
         cache_dtype: of k and v; None for that of q.
         descale_strides: of the factors of k and v, `[outer, rows, heads_kv]`; None without.
         values_in_keys: v is the first columns of k.
+        one_factor: k and v have the same factors, or none.
     """
 
     dtype: torch.dtype
@@ -115,6 +116,7 @@ class SplitCall(NamedTuple):
     descale_strides: tuple[_Shape | None, ...] = (None, None)
     tree: tuple[int, int, int] | None = None
     values_in_keys: bool = False
+    one_factor: bool = True
     cut: Cut | None = None
     most: int | None = None
     pages: int = 0

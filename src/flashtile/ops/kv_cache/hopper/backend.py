@@ -28,6 +28,9 @@ _TILE = 64
 #: Where rows are gathered first: the queries of a sequence from which on that is faster, and bytes of the gathered rows
 #: at most.
 _GATHERED_FROM, _WORKSPACE = 64, 2**30
+#: Where rows of a latent cache are gathered first: rows of a tile of the portable kernel, which would read a cached row
+#: for each, and of the latent kernel; and how many gathered bytes take as long as one that the portable kernel reads.
+_PORTABLE_ROWS, _LATENT_ROWS, _GATHERED_BYTES = 16, 64, 1.5
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
 #: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,
@@ -46,6 +49,27 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
     outer, row, _ = k_strides
     queries = (batch, seq_q) if call.total_q is None else (1, call.total_q)
     right = call.window_right
+    aligned = call.misalignment % _ALIGNED == 0
+    if is_gathered(call):
+        of_rows = [
+            (call.dtype in (torch.float16, torch.bfloat16), "it takes q in a 16-bit dtype"),
+            (aligned, f"it takes addresses at multiples of {_ALIGNED} bytes"),
+            (
+                call.one_factor or not _has_own_factors(call),
+                "rows are gathered once, so factors of rows are those of keys and values",
+            ),
+            *_gathering(call, gathered_sequences(call, 1), head_dim),
+            (_is_gathering_cheaper(call), "for so few queries and heads the portable kernel reads fewer bytes"),
+        ]
+    else:
+        of_rows = [
+            _has_16_bits(call),
+            (
+                aligned and row % 8 == 0 and row > 0 and outer % row == 0,
+                "TMA reads rows at multiples of 16 bytes, and entries or pages at multiples of a row",
+            ),
+            _has_moved_pages(call),
+        ]
     return _first_reason(
         [
             _runs_on(device),
@@ -54,18 +78,25 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
                 512 < head_dim <= 576 and head_dim % 8 == 0 and head_dim_v == 512,
                 f"it takes heads of 520 to 576 columns with 512 of values, not {head_dim} with {head_dim_v}",
             ),
-            _has_16_bits(call),
             (call.window_left is None and right in (None, 0), "it has no window"),
             (not call.softcap and not call.slope_dims and not call.row_logits, "it has no soft cap, ALiBi or sinks"),
             (call.scale > 0 and call.capacity > 0, "it takes a positive scale, and a cache that has rows"),
-            (
-                call.misalignment % 16 == 0 and row % 8 == 0 and row > 0 and outer % row == 0,
-                "TMA reads rows at multiples of 16 bytes, and entries or pages at multiples of a row",
-            ),
             (_consecutive((*queries, heads, head_dim), call.strides[0]), "TMA reads q as it is where it is contiguous"),
-            _has_moved_pages(call),
+            *of_rows,
         ]
     )
+
+
+def _is_gathering_cheaper(call: SplitCall) -> bool:
+    """Whether it takes less time to gather the rows of a latent cache and read these than to let the portable kernel
+    read the cache, by the bytes of a cached row: that kernel reads keys and values for each tile of queries and heads,
+    gathering reads a row and writes it, and the latent kernel reads that for each of its larger tiles."""
+    batch, seq_q, heads, _, head_dim, head_dim_v = call.shape
+    queries = seq_q if call.total_q is None else -(-call.total_q // max(batch, 1))
+    portable, latent = (-(-queries * heads // rows) for rows in (_PORTABLE_ROWS, _LATENT_ROWS))
+    read = portable * (head_dim + head_dim_v) * call.cache_itemsize
+    gathered = head_dim * (call.cache_itemsize + (1 + latent) * call.dtype.itemsize)
+    return gathered <= _GATHERED_BYTES * read
 
 
 def _consecutive(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -162,15 +193,33 @@ def mixes_tokens(call: SplitCall) -> bool:
 
 
 def is_gathered(call: SplitCall) -> bool:
-    """Whether rows are gathered for the forward (`gather`): TMA moves no such pages, or they are widened. Not in
+    """Whether rows are gathered first (`gather`): TMA moves no such pages, or they are widened. Not in
     the batch-invariant mode."""
     return call.cut is None and (call.cache_itemsize == 1 or not _has_moved_pages(call)[0])
 
 
-def gathered_sequences(call: SplitCall) -> int:
-    """How many sequences have their rows gathered: of packed ones as many as can have enough queries."""
+def gathered_sequences(call: SplitCall, least: int) -> int:
+    """How many sequences have their rows gathered: of packed ones as many as can have `least` queries."""
     batch, *_ = call.shape
-    return batch if call.total_q is None else min(batch, call.total_q // (most_left(call) + 1))
+    return batch if call.total_q is None else min(batch, call.total_q // least)
+
+
+def _has_own_factors(call: SplitCall) -> bool:
+    """Whether rows or pages have factors of their own."""
+    return any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
+
+
+def _gathering(call: SplitCall, sequences: int, columns: int) -> list[_Condition]:
+    """What must hold where rows of so many sequences are gathered."""
+    size = sequences * call.capacity * columns * call.dtype.itemsize
+    return [
+        (sequences > 0, "no sequence can have enough queries to gather rows for them"),
+        (
+            not _has_own_factors(call) or call.dtype is torch.bfloat16,
+            "rows times their factors may leave the range of float16",
+        ),
+        (size <= _WORKSPACE, f"gathered rows take up to {_WORKSPACE >> 20} MiB"),
+    ]
 
 
 def unreadable_by_forward(call: SplitCall) -> str | None:
@@ -178,18 +227,11 @@ def unreadable_by_forward(call: SplitCall) -> str | None:
     read = call.strides
     if is_gathered(call):
         read = call.strides[:1]
-        own_factors = any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
         heads_kv, *head_dims = call.shape[3:]
-        sequences = gathered_sequences(call)
-        size = sequences * call.capacity * heads_kv * sum(head_dims) * call.dtype.itemsize
+        sequences = gathered_sequences(call, most_left(call) + 1)
         conditions = [
-            (
-                not own_factors or call.dtype is torch.bfloat16,
-                "rows times their factors may leave the range of float16",
-            ),
             (all(columns % _TOGETHER == 0 for columns in call.shape[-2:]), "TMA moves multiples of 16 bytes"),
-            (sequences > 0, "no sequence can have enough queries to gather rows for them"),
-            (size <= _WORKSPACE, f"gathered rows take up to {_WORKSPACE >> 20} MiB"),
+            *_gathering(call, sequences, heads_kv * sum(head_dims)),
         ]
     else:
         (outer_k, row_k, _), (outer_v, row_v, _) = call.cache_strides

@@ -1,5 +1,5 @@
 """Gathering the rows of a cache once, for all tiles of queries: dense keys and values of 16 bits, whatever pages and
-dtype they have in the cache.
+dtype they have in the cache. Of a latent cache the keys alone, whose first columns are the values.
 
 Shapes: N = BLOCK_N rows of a sequence, D = BLOCK_D columns of a head of k, E = BLOCK_E of v.
 """
@@ -33,8 +33,9 @@ class Gather(NamedTuple):
     """The launch that gathers the rows of a call, and the call behind it.
 
     Attributes:
-        pipeline: its outputs are keys and values, and of packed calls entries of the sequences, int32 `[batch]`,
-            negative for those whose rows are not gathered. Without entries all are, in order.
+        pipeline: its outputs are keys, values if they are not columns of these, and of packed calls entries of the
+            sequences, int32 `[batch]`, negative for those whose rows are not gathered. Without entries all are, in
+            order.
         call: that of attention to these.
     """
 
@@ -42,43 +43,47 @@ class Gather(NamedTuple):
     call: SplitCall
 
     def run(
-        self, caches: tuple[Any, Any], others: Sequence[Any], length: int
-    ) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """Keys and values, and what the call behind takes. `others`: what `cache_launch.CacheForward.run` takes of the
-        call itself."""
-        starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree = others
+        self, caches: Sequence[Any], indices: Sequence[Any], factors: Sequence[Any], length: int
+    ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
+        """Keys and values, indices and factors of the call behind, from those of the call itself. `indices`: what
+        `rows.Sequences` has. `caches`: of a latent cache the keys alone."""
+        lengths, entries, left, table, starts, new_starts, tree = indices
         later = [None if strides is None else of for of, strides in zip(factors, self.call.descale_strides)]
-        now = [of if after is None else None for of, after in zip(factors, later)]
-        given = pointers((*caches, lengths, entries, table, starts, new_starts, *now))
-        keys, values, *places = self.pipeline.run(*given, length)
-        entries = places[0] if places else None
-        return (keys, values), (starts, slopes, sinks, lengths, entries, None, new_starts, *later, tree)
+        now = [of if after is None else None for of, after in zip(factors, later)][: len(caches)]
+        given = pointers((*caches, lengths, entries, left, table, starts, new_starts, *now))
+        made = self.pipeline.run(*given, length)
+        entries = made[-1] if len(made) > len(caches) else None
+        return made[: len(caches)], (lengths, entries, left, None, starts, new_starts, tree), later
 
 
-def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.device) -> Gather:
+def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.device, keys_alone: bool = False) -> Gather:
     """Everything that can be decided before the tensors' contents are known. So many sequences have their rows
-    gathered, of packed ones those of `least` queries or more."""
+    gathered, of packed ones those of `least` queries or more. `keys_alone`: the values are columns of the keys, and
+    have the same factors."""
     batch, seq_q, _, heads_kv, head_dim, head_dim_v = call.shape
     packed = call.total_q is not None
-    outputs = [
+    keys, values = (
         contiguous((sequences, call.capacity, heads_kv, columns), call.dtype) for columns in (head_dim, head_dim_v)
-    ]
+    )
+    values = keys if keys_alone else values
     # A factor that all rows of a head share is one of scores, or of out.
     now = [strides if strides is not None and any(strides[:2]) else None for strides in call.descale_strides]
     later = tuple(None if of is not None else strides for of, strides in zip(now, call.descale_strides))
-    lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
+    lengths, entries, left, table, starts, new_starts, tree = call.index_dtypes
     places = torch.int32 if packed else None
     behind = call._replace(
-        strides=(call.strides[0], *(of.strides[:3] for of in outputs)),
-        index_dtypes=(lengths, places, None, None, starts, new_starts, tree),
+        strides=(call.strides[0], keys.strides[:3], values.strides[:3]),
+        index_dtypes=(lengths, places, left, None, starts, new_starts, tree),
         page_size=0,
         pages=0,
         stride_table=0,
         cache_dtype=None,
         descale_strides=later,
-        values_in_keys=False,
+        values_in_keys=keys_alone,
     )
-    left = call.window_left
+    if keys_alone:
+        now[1] = None
+    window_left = call.window_left
     block_d, block_e = power_of_two(head_dim), power_of_two(head_dim_v)
     block_n = max(1, _MOVED // max(block_d, block_e))
     parts = min(-(-call.capacity // block_n), -(-_PROGRAMS * multiprocessors(device) // sequences))
@@ -86,10 +91,12 @@ def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.devic
     cache = pointer_to(call.cache_dtype or call.dtype, 16)
     strides = (CacheStrides(*(int64(stride, multiple) for stride in of)) for of in call.cache_strides)
     parameters = {
-        **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache),
-        **dict.fromkeys(("keys_ptr", "values_ptr"), pointer_to(call.dtype, 16)),
+        "k_cache_ptr": cache,
+        "v_cache_ptr": pointer_to(None) if keys_alone else cache,
+        "keys_ptr": pointer_to(call.dtype, 16),
+        "values_ptr": pointer_to(None if keys_alone else call.dtype, 16),
         "places_ptr": pointer_to(places, 16),
-        "sequences": Sequences(*map(pointer_to, (lengths, entries, None, table, starts, new_starts, None))),
+        "sequences": Sequences(*map(pointer_to, (lengths, entries, left, table, starts, new_starts, None))),
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in now)),
         "length": Parameter("i32", 1, GIVEN),
         **dict(zip(("k_strides", "v_strides"), strides)),
@@ -102,7 +109,7 @@ def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.devic
         "seq_q": int32(None if packed else seq_q),
         "seq_new": int32(call.seq_new if new_starts is None else None),
         "capacity": int32(call.capacity),
-        "window_left": int32(None if left is None else max(-MAX_POSITIONS, min(left, MAX_POSITIONS))),
+        "window_left": int32(None if window_left is None else max(-MAX_POSITIONS, min(window_left, MAX_POSITIONS))),
         "parts": int32(parts),
     }
     constants = {
@@ -116,12 +123,13 @@ def plan_gather(call: SplitCall, least: int, sequences: int, device: torch.devic
     programs = sequences * parts
     kernel = Kernel(gather_kernel, parameters, constants, programs, {"k": "descale_k", "v": "descale_v"}, _WARPS)
     optional = {
-        "lengths": lengths, "entries": entries, "table": table, "starts": starts, "new_starts": new_starts,
-        **dict(zip(("descale_k", "descale_v"), now)),
+        "v_cache": None if keys_alone else call.dtype, "lengths": lengths, "entries": entries, "left": left,
+        "table": table, "starts": starts, "new_starts": new_starts, **dict(zip(("descale_k", "descale_v"), now)),
     }  # fmt: skip
-    given = ["k_cache", "v_cache", *(name for name, there in optional.items() if there is not None), "length"]
+    given = ["k_cache", *(name for name, there in optional.items() if there is not None), "length"]
     made = {
-        **dict(zip(("keys", "values"), outputs)),
+        "keys": keys,
+        "values": None if keys_alone else values,
         "places": contiguous((batch,), torch.int32) if packed else None,
     }
     return Gather(Pipeline(device, {"gather": kernel}, given, made), behind)
@@ -136,7 +144,7 @@ def gather_kernel(
     BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Copies the rows of sequences that some query sees to `keys` and `values`, `[.., capacity, heads_kv, head_dim]`,
-    times the factors of rows. `parts` programs share a sequence.
+    times the factors of rows. `parts` programs share a sequence. Without `v_cache` there are no values.
 
     `sequences`: `Sequences`. `k_strides`, `v_strides`, and those of factors (`descales`, `Descales`): `CacheStrides`.
     `places` `[batch]`, of packed sequences: those of `least` queries or more have places, in order. It gets the place
@@ -161,6 +169,9 @@ def gather_kernel(
     seen = 0
     if window_left is not None:
         seen = tl.maximum(total - queries - window_left, 0)
+    if sequences.left is not None:
+        # 32 bits wide only after that, like a length.
+        seen = tl.maximum(seen, tl.minimum(tl.load(sequences.left + sequence), total).to(tl.int32))
     entry = tl.cast(sequence, tl.int64)
     pages = None
     if sequences.table is not None:
@@ -179,20 +190,23 @@ def gather_kernel(
         k_factors = None
         if descales.k is not None:
             k_factors = row_pointers(descales.k, k_descale_strides, outer, inner)
-        v_factors = None
-        if descales.v is not None:
-            v_factors = row_pointers(descales.v, v_descale_strides, outer, inner)
         k_rows = row_pointers(k_cache_ptr, k_strides, outer, inner)
-        v_rows = row_pointers(v_cache_ptr, v_strides, outer, inner)
         k_source = SourceRows(k_rows, k_factors, k_strides.head, k_descale_strides.head)
-        v_source = SourceRows(v_rows, v_factors, v_strides.head, v_descale_strides.head)
+        if v_cache_ptr is not None:
+            v_factors = None
+            if descales.v is not None:
+                v_factors = row_pointers(descales.v, v_descale_strides, outer, inner)
+            v_rows = row_pointers(v_cache_ptr, v_strides, outer, inner)
+            v_source = SourceRows(v_rows, v_factors, v_strides.head, v_descale_strides.head)
         for head in range(0, heads_kv):
             k, k_there = load_rows(k_source, head, valid, HEAD_DIM, BLOCK_D)
-            v, v_there = load_rows(v_source, head, valid, HEAD_DIM_V, BLOCK_E)
+            if v_cache_ptr is not None:
+                v, v_there = load_rows(v_source, head, valid, HEAD_DIM_V, BLOCK_E)
+                to_values = values_ptr + (target + head)[:, None] * HEAD_DIM_V + tl.arange(0, BLOCK_E)[None, :]
             to_keys = keys_ptr + (target + head)[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
-            to_values = values_ptr + (target + head)[:, None] * HEAD_DIM_V + tl.arange(0, BLOCK_E)[None, :]
             tl.store(to_keys, k.to(keys_ptr.dtype.element_ty), mask=k_there)
-            tl.store(to_values, v.to(values_ptr.dtype.element_ty), mask=v_there)
+            if v_cache_ptr is not None:
+                tl.store(to_values, v.to(values_ptr.dtype.element_ty), mask=v_there)
 
 
 class SourceRows(NamedTuple):

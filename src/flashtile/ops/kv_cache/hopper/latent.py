@@ -71,7 +71,7 @@ from flashtile.ops.attention.hopper.primitives import (
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.configs import choose_splits
 from flashtile.ops.common.split_keys.plan import PARTIAL_RESULTS, SplitCall, row_tiles, with_combining
-from flashtile.ops.common.split_keys.rows import Sequences
+from flashtile.ops.common.split_keys.rows import Descales, Sequences
 from flashtile.ops.common.tiles import box_rows
 
 #: Keys of a tile, and columns of a chunk.
@@ -218,13 +218,14 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def latent_attention_kernel(
-    q_desc, cache_desc, out_ptr, lse_ptr, sequences, length, problem,
+    q_desc, cache_desc, out_ptr, lse_ptr, sequences, descales, length, problem,
     CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr,
     DEFERRED: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`sequences`: `split_keys.rows.Sequences`. `length`: of all sequences, where no tensor has them. out and lse are
-    those of `split_keys.attend.attend_kernel`. The others: `KernelConfig`."""
+    """`sequences`: `split_keys.rows.Sequences`. `descales`: factors of all keys and of all values (`Descales`).
+    `length`: of all sequences, where no tensor has them. out and lse are those of `split_keys.attend.attend_kernel`.
+    The others: `KernelConfig`."""
     config = KernelConfig(
         PACKED=sequences.starts is not None,
         CAUSAL=CAUSAL,
@@ -253,7 +254,7 @@ def latent_attention_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (score, (shared, lse_ptr, sequences.tree, work, problem, config)),
+            (score, (shared, lse_ptr, sequences.tree, descales, work, problem, config)),
             (sum_values, (0, shared, work.tiles, out, config)),
             (sum_values, (1, shared, work.tiles, out, config)),
             (load, (q_desc, cache_desc, shared, sequences, work, problem, config)),
@@ -434,7 +435,7 @@ def tile_pages(sequences, tile, work, problem, config):
 
 
 @gluon.jit
-def score(shared, lse_ptr, tree_ptr, work, problem, config):
+def score(shared, lse_ptr, tree_ptr, descales, work, problem, config):
     """Scores and weights of each tile of keys, and lse."""
     exchange = shared.exchange
     layout: gl.constexpr = product_layout(N)
@@ -449,6 +450,9 @@ def score(shared, lse_ptr, tree_ptr, work, problem, config):
         else:
             tree_ptr += work.sequence.to(gl.int64) * problem.tree.sequence
     view = View(last_key, tree_ptr)
+    scale_log2 = problem.scale_log2
+    if descales.k is not None:
+        scale_log2 *= gl.load(descales.k)
     reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
     chunks_read = 0
@@ -458,7 +462,7 @@ def score(shared, lse_ptr, tree_ptr, work, problem, config):
         if config.DEFERRED > 0:
             release(exchange.scored.index(0))
         s = hide_keys(s, index, view, work, problem, config)
-        reference, row_sum = hand_over_weights(s, index, reference, row_sum, shared, problem)
+        reference, row_sum = hand_over_weights(s, index, reference, row_sum, shared, scale_log2)
 
     # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
     row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
@@ -467,7 +471,10 @@ def score(shared, lse_ptr, tree_ptr, work, problem, config):
     mbarrier.wait(exchange.empty.index(0), (work.tiles & 1) ^ 1)
     if config.DEFERRED > 0:
         release(exchange.scored.index(0))  # the products behind the last scores wait for nothing
-    exchange.numbers.store(1.0 / row_total)
+    factor = 1.0 / row_total
+    if descales.v is not None:
+        factor *= gl.load(descales.v)
+    exchange.numbers.store(factor)
     release(exchange.full.index(0))
     lse = gl.where(nothing, float("-inf"), reference + gl.log2(row_total))
     if not config.PARTIAL:
@@ -525,13 +532,13 @@ def hide_keys(s, index, view, work, problem, config):
 
 
 @gluon.jit
-def hand_over_weights(s, index, reference, row_sum, shared, problem):
+def hand_over_weights(s, index, reference, row_sum, shared, scale_log2):
     """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
     exchange = shared.exchange
     dtype: gl.constexpr = shared.q.dtype
-    highest = row_maximum(s) * problem.scale_log2
+    highest = row_maximum(s) * scale_log2
     raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
-    p = gl.exp2(s * problem.scale_log2 - raised[:, None])
+    p = gl.exp2(s * scale_log2 - raised[:, None])
     factor = gl.exp2(reference - raised)
     row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums(p)
     mbarrier.wait(exchange.empty.index(0), (index & 1) ^ 1)
@@ -630,8 +637,8 @@ _DEFERRED = 2
 
 
 def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
-    """The pipeline of a call, which is given q, the cache, those that there are of `rows.Sequences`, and the length of
-    all sequences. Its first outputs are out and lse, as of `split_pipeline`."""
+    """The pipeline of a call, which is given q, the cache, those that there are of `rows.Sequences`, factors, and the
+    length of all sequences. Its first outputs are out and lse, as of `split_pipeline`."""
     batch, seq_q, heads, _, head_dim, _ = call.shape
     total_q = batch * seq_q if call.total_q is None else call.total_q
     check_rows("q", seq_q, MAX_POSITIONS)
@@ -656,6 +663,7 @@ def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
         "out_ptr": pointer_to(torch.float32 if splits > 1 else call.dtype, 16),
         "lse_ptr": pointer_to(torch.float32),
         "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
+        "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
         "problem": Problem(
             batch=int32(batch),
@@ -679,9 +687,8 @@ def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
         "VALUE_REGISTERS": _VALUE_REGISTERS,
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
     }
-    kernel = Kernel(
-        latent_attention_kernel, parameters, constants, programs, PARTIAL_RESULTS if splits > 1 else {},
-        max_registers=_REGISTERS,
-    )  # fmt: skip
+    buffers = {**(PARTIAL_RESULTS if splits > 1 else {}), "k": "descale_k", "v": "descale_v"}
+    kernel = Kernel(latent_attention_kernel, parameters, constants, programs, buffers, max_registers=_REGISTERS)
     kernels, outputs = with_combining(call, {"attend": kernel}, splits, device)
-    return Pipeline(device, kernels, ("q", "cache", *call.indices, "length"), outputs)
+    factors = (name for name, of in zip(("descale_k", "descale_v"), call.descale_strides) if of is not None)
+    return Pipeline(device, kernels, ("q", "cache", *call.indices, *factors, "length"), outputs)

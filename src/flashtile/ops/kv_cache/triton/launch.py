@@ -107,23 +107,27 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     attended = q, k_cache, v_cache
     if plan.prefix is not None:
         return plan.prefix.run((*attended, *indices, slopes, sinks, descale_k, descale_v), length)
+    factors = [descale_k, descale_v]
     if plan.latent is not None:
-        out, lse, *_ = plan.latent.run(*pointers((q, k_cache, *indices)), length)
+        rows = [k_cache]
+        if plan.gather is not None:
+            rows, indices, factors = plan.gather.run(rows, indices, factors, length)
+        out, lse, *_ = plan.latent.run(*pointers((q, *rows, *indices, *factors)), length)
         return out, lse
     if plan.split is not None:
-        given = *attended, *indices, slopes, sinks, descale_k, descale_v
+        given = *attended, *indices, slopes, sinks, *factors
         out, lse, *_ = plan.split.run(*pointers(given), length)
         if plan.chunks is None:
             return out, lse
-    others: tuple[Any, ...] = starts, slopes, sinks, lengths, entries, table, new_starts
     if plan.steps is not None:
-        return plan.steps.run(attended, others, length)
+        return plan.steps.run(attended, (starts, slopes, sinks, lengths, entries, table, new_starts), length)
     assert plan.chunks is not None
     results = None if plan.split is None else (out, lse)
-    others = *others, descale_k, descale_v, tree
     if plan.gather is not None:
-        rows, others = plan.gather.run((k_cache, v_cache), others, length)
-        return plan.chunks.run((q, *rows), results, others, length)
+        rows, indices, factors = plan.gather.run([k_cache, v_cache], indices, factors, length)
+        attended = q, rows[0], rows[1]
+    lengths, entries, _, table, starts, new_starts, tree = indices
+    others = starts, slopes, sinks, lengths, entries, table, new_starts, *factors, tree
     results = plan.chunks.run(attended, results, others, length)
     return results if plan.tokens is None else plan.tokens.run(attended, results, others, length)
 
@@ -170,7 +174,7 @@ class CachePlan(NamedTuple):
         append: None where nothing is appended. Writes rotated queries, if they are rotated.
         split: None where `latent` or `chunks` serves all sequences.
         chunks: of the sequences with many queries, on Hopper.
-        gather: what brings their rows together for `chunks`, where that cannot read them as they lie.
+        gather: what brings rows together for `chunks` or `latent`, where these cannot read them as they lie.
         tokens: of those with one, in the batch-invariant mode.
         steps: of one query of each of a few sequences, on Hopper in the batch-invariant mode.
         prefix: of sequences with shared rows. None where these are a call of their own.
@@ -197,7 +201,7 @@ class CacheFacts(NamedTuple):
         table: of the pages; None without.
         sequences: how many are packed; None where they are not.
         tree: its strides between sequences and queries, and how many columns it has; None without.
-        at_one_address: both caches begin there.
+        at_one_address, one_factor: both caches, and both factors, begin there.
         misalignments: of `rows.address_facts`.
     """
 
@@ -217,6 +221,7 @@ class CacheFacts(NamedTuple):
     descale_strides: tuple[_Shape | None, ...]
     tree: tuple[int, int, int] | None
     at_one_address: bool
+    one_factor: bool
     misalignments: tuple[int, int]
     spec: CacheSpec
     allow_tf32: bool
@@ -240,7 +245,7 @@ class CacheFacts(NamedTuple):
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
     packed = call.cu_seqlens_q is not None
     tree, table, cos, sin = call.tree_mask, call.block_table, call.rotary_cos, call.rotary_sin
-    *misalignments, at_one_address = address_facts(call)
+    *misalignments, at_one_address, one_factor = address_facts(call)
     indices = (*call[5:9], call.cu_seqlens_q, call.cu_seqlens_new)
     facts = CacheFacts(
         dtype=call.q.dtype,
@@ -259,6 +264,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         descale_strides=tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
         tree=None if tree is None else ((0, *tree.stride())[-3], tree.stride(-2), tree.shape[-1]),
         at_one_address=at_one_address,
+        one_factor=one_factor,
         misalignments=(misalignments[0], misalignments[1]),
         # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
         spec=spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
@@ -286,7 +292,12 @@ def _plan(facts: CacheFacts) -> CachePlan:
     if latent_unsupported_reason(call, machine) is None:
         from flashtile.ops.kv_cache.hopper.latent import latent_pipeline
 
-        return CachePlan(append, None, latent_pipeline(call, device))
+        if not is_gathered(call):
+            return CachePlan(append, None, latent_pipeline(call, device))
+        from flashtile.ops.kv_cache.hopper.gather import plan_gather
+
+        gather = plan_gather(call, 1, gathered_sequences(call, 1), device, keys_alone=True)
+        return CachePlan(append, None, latent_pipeline(gather.call, device), gather=gather)
     if chunks_unsupported_reason(call, machine, multiprocessors(device)):
         return CachePlan(append, split_pipeline(call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks, plan_steps
@@ -310,7 +321,7 @@ def _plan(facts: CacheFacts) -> CachePlan:
         return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device))
     from flashtile.ops.kv_cache.hopper.gather import plan_gather
 
-    sequences = gathered_sequences(call)
+    sequences = gathered_sequences(call, most + 1)
     gather = plan_gather(call, most + 1, sequences, device)
     chunks = plan_chunks(gather.call, sequences, most, device, some=call.total_q is not None)
     return CachePlan(append, split, chunks=chunks, gather=gather)
@@ -365,6 +376,7 @@ def _split_call(facts: CacheFacts) -> SplitCall:
         descale_strides=facts.descale_strides,
         tree=facts.tree,
         values_in_keys=facts.at_one_address and same_strides and 0 not in facts.k_cache.shape,
+        one_factor=facts.one_factor and facts.descale_strides[0] == facts.descale_strides[1],
         cut=_invariant_cut(facts) if spec.batch_invariant else None,
     )
 
