@@ -35,7 +35,7 @@ from flashtile.ops.attention.hopper import (
     schedule,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.convert import widen_kernel
+from flashtile.ops.attention.hopper.convert import Operand, convert_kernel
 from flashtile.ops.attention.hopper.separate_configs import (
     choose_float32_forward_config,
     choose_float32_wide_config,
@@ -1375,7 +1375,8 @@ def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
 @pytest.mark.parametrize("head_dim_v", [8, 256])
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v):
     shape = torch.Size((2, 100, 4, head_dim_v))
-    check_code(widen_kernel(shape, contiguous_strides(shape)).source, "sm_90", _check_widening)
+    values = Operand("v", shape, contiguous_strides(shape), head_dim_v)
+    check_code(convert_kernel("v", values, torch.float8_e4m3fn, "wide_v").source, "sm_90", _check_widening)
 
 
 def _check_widening(binary: Binary) -> None:

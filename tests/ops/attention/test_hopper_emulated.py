@@ -102,7 +102,7 @@ _BIAS_GRADIENT = "attention_bias_gradient_kernel"
 
 
 def _float32_ends(kernels: str) -> tuple[str, ...]:
-    parts = ("attention_begin_kernel", *["attention_parts_kernel"] * 4)
+    parts = ("attention_begin_kernel", *["attention_convert_kernel"] * 4)
     return (*parts, f"{kernels}_dv_kernel", *[f"{kernels}_dk_dq_kernel"] * 2)
 
 
@@ -567,7 +567,7 @@ def test_forward_of_float32(hopper, case):
     for seed in range(2):
         emulated = hopper(seed=seed)
         results.append(forward("hopper", torch.float32))
-        assert emulated.launched == [*["attention_parts_kernel"] * 3, "attention_float32_forward_kernel"]
+        assert emulated.launched == [*["attention_convert_kernel"] * 3, "attention_float32_forward_kernel"]
     oracle, eager = forward("reference", torch.float64), forward("reference", torch.float32)
     for name, found, again, exact, plain in zip(("out", "lse"), *results, oracle, eager):
         assert torch.equal(found, again)
@@ -764,7 +764,7 @@ def test_8_bits(hopper, head_dim, long, packed, arguments):
         function(*(tensor.to(dtype) for tensor in (q, k, v)), **given, backend="reference")
         for dtype in (torch.float64, torch.bfloat16)
     )
-    assert emulated.launched == ["attention_widen_kernel", "attention_forward_kernel"]
+    assert emulated.launched == ["attention_convert_kernel", "attention_forward_kernel"]
     assert_close("out", out, oracle, eager)
 
 

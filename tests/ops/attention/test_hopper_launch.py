@@ -193,14 +193,14 @@ def test_a_forward_passes_what_its_kernel_declares(launched, call):
     arguments = launched["attention_forward_kernel"].arguments
     described = {"k": call.k, "out": out}
     if call.q.dtype is FP8:
-        widened = launched["attention_widen_kernel"].arguments
-        assert widened["v_ptr"] == call.v.data_ptr() and widened["out_ptr"] == arguments["v_desc"].address
+        widened = launched["attention_convert_kernel"].arguments
+        assert widened["numbers_ptr"] == call.v.data_ptr() and widened["converted_ptr"] == arguments["v_desc"].address
         wide = torch.empty(call.v.shape, dtype=torch.bfloat16)
         assert arguments["v_desc"]._replace(address=wide.data_ptr()).is_of(wide)
         batch = call.v.shape[0] if call.v.dim() == 4 else 1
         places = {"batch": batch - 1, "row": call.v.shape[-3] - 1, "head": call.v.shape[-2] - 1}
         last = call.v[-1] if call.v.dim() == 4 else call.v
-        offset = sum(place * widened[f"stride_v_{of}"] for of, place in places.items())
+        offset = sum(place * widened[f"stride_numbers_{of}"] for of, place in places.items())
         assert call.v.data_ptr() + offset == last[-1, -1].data_ptr()
     else:
         described["v"] = call.v
@@ -224,8 +224,8 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched, call):
     assert arguments["out_ptr"] == out.data_ptr() and arguments["lse_ptr"] == lse.data_ptr()
     assert arguments["problem.side.sinks"] == (None if side.sinks is None else side.sinks.data_ptr())
     # The last tensor that is split is v.
-    split = launched["attention_parts_kernel"].arguments
-    assert split["numbers_ptr"] == v.data_ptr() and split["parts_ptr"] == arguments["v_desc"].address
+    split = launched["attention_convert_kernel"].arguments
+    assert split["numbers_ptr"] == v.data_ptr() and split["converted_ptr"] == arguments["v_desc"].address
     sizes = [arguments[f"problem.{name}"] for name in ("heads", "group", "rows_q", "rows_k")]
     assert sizes == [q.shape[-2], q.shape[-2] // k.shape[-2], q.shape[-3], k.shape[-3]]
 
@@ -413,9 +413,9 @@ def test_a_backward_of_float32_passes_what_its_kernels_declare(launched, call, h
     assert of_dv["q_desc"] == of_dq["own_scores_desc"] and of_dv["dout_desc"] == of_dq["own_values_desc"]
     assert of_dv["k_desc"] == of_dq["visited_scores_desc"]
     assert of_dq["gradient_ptr"] == gradients.q.data_ptr()
-    split = launched["attention_parts_kernel"].arguments
+    split = launched["attention_convert_kernel"].arguments
     assert split["numbers_ptr"] == (begin["masked_dout_ptr"] or dout.data_ptr())
-    assert split["parts_ptr"] == of_dv["dout_desc"].address
+    assert split["converted_ptr"] == of_dv["dout_desc"].address
     _check_scratch(launched["attention_begin_kernel"], dout)
     assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
 

@@ -1,12 +1,13 @@
-"""Kernels that convert operands ahead: float32 into three bfloat16 parts, 8-bit values into bfloat16.
+"""The kernel that converts operands ahead: float32 into three bfloat16 parts, 8-bit values into bfloat16.
 
 A float32 number is the sum of three bfloat16 numbers, its *parts*: high, middle and low. A product of two is six
-products of parts; the other three are at most 2⁻²⁵ of it. `attention_parts_kernel` writes the parts of a tensor: the
-low ones of a row, then the middle and the high ones, each as wide as the kernels read.
+products of parts; the other three are at most 2⁻²⁵ of it. Of a row the low parts come first, then the middle and the
+high ones, each as wide as the kernels read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,17 +27,19 @@ from flashtile.ops.common.tiles import power_of_two
 LOW, MIDDLE, HIGH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 PARTS = gl.constexpr(3)
 
-#: Numbers that a thread splits at a time: it writes 16 bytes of each part, next to those of its neighbours.
+#: Numbers that a thread converts at a time: it writes 16 bytes of each part, next to those of its neighbours.
 _VALUES = gl.constexpr(8)
 
 
 @gluon.jit
-def attention_parts_kernel(
-    numbers_ptr, parts_ptr, stride_numbers_batch, stride_numbers_row, stride_numbers_head, heads, rows, tiles,
+def attention_convert_kernel(
+    numbers_ptr, converted_ptr, stride_numbers_batch, stride_numbers_row, stride_numbers_head, heads, rows, tiles,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the parts of `ROWS` rows of one head, `[batch, rows, heads, 3 · WIDTH]`, contiguous; past `HEAD_DIM` they
-    are zeros. `tiles`: of so many rows, in a sequence. Addresses and strides are multiples of 16 bytes."""
+    """Writes `ROWS` rows of one head in bfloat16: float32 in parts, `[batch, rows, heads, 3 · WIDTH]`, which are zeros
+    past `HEAD_DIM`; 8 bits as they are, `[batch, rows, heads, HEAD_DIM]`. Both are contiguous. `COLUMNS`: a power of
+    two that holds a row. `tiles`: of so many rows, in a sequence. Addresses and strides are multiples of 16 bytes."""
+    SPLIT: gl.constexpr = numbers_ptr.dtype.element_ty == gl.float32
     ACROSS: gl.constexpr = min(COLUMNS // _VALUES, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, _VALUES], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     number = gl.program_id(0)
@@ -46,17 +49,20 @@ def attention_parts_kernel(
     row = tile % tiles * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
     exists = (row < rows)[:, None]
+    there = exists & (column < HEAD_DIM)
     begin = numbers_ptr + sequence * stride_numbers_batch + head * stride_numbers_head
-    numbers = gl.load(
-        begin + (row * stride_numbers_row)[:, None] + column, mask=exists & (column < HEAD_DIM), other=0.0
-    )
+    source = begin + (row * stride_numbers_row)[:, None] + column
+    numbers = gl.load(source, mask=there, other=0.0 if SPLIT else None)
     line = (sequence * rows + row) * heads + head
-    place = parts_ptr + (line * (PARTS * WIDTH))[:, None] + column
-    written = exists & (column < WIDTH)
-    high, middle, low = split_bf16x3(numbers)
-    gl.store(place + HIGH * WIDTH, high, mask=written)
-    gl.store(place + MIDDLE * WIDTH, middle, mask=written)
-    gl.store(place + LOW * WIDTH, low, mask=written)
+    if SPLIT:
+        place = converted_ptr + (line * (PARTS * WIDTH))[:, None] + column
+        written = exists & (column < WIDTH)
+        high, middle, low = split_bf16x3(numbers)
+        gl.store(place + HIGH * WIDTH, high, mask=written)
+        gl.store(place + MIDDLE * WIDTH, middle, mask=written)
+        gl.store(place + LOW * WIDTH, low, mask=written)
+    else:
+        gl.store(converted_ptr + (line * HEAD_DIM)[:, None] + column, numbers.to(gl.bfloat16), mask=there)
 
 
 @gluon.jit
@@ -75,67 +81,13 @@ def without_nan(numbers):
     return gl.where(numbers == numbers, numbers, 0.0)
 
 
-@gluon.jit
-def attention_widen_kernel(
-    v_ptr, out_ptr, stride_v_batch, stride_v_row, stride_v_head, heads_kv, rows_k, tiles,
-    HEAD_DIM_V: gl.constexpr, E: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Writes `ROWS` rows of one head's values in bfloat16; `out` is `[batch, rows_k, heads_kv, HEAD_DIM_V]`,
-    contiguous. `E`: a power of two, no less than `HEAD_DIM_V`. `tiles`: of so many rows, in a sequence. Addresses and
-    strides are multiples of 16 bytes."""
-    ACROSS: gl.constexpr = E // _VALUES
-    layout: gl.constexpr = gl.BlockedLayout([1, _VALUES], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-    number = gl.program_id(0)
-    head = number % heads_kv
-    tile = number // heads_kv
-    sequence = (tile // tiles).to(gl.int64)
-    row = tile % tiles * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, E, gl.SliceLayout(0, layout))
-    there = (row < rows_k)[:, None] & (column < HEAD_DIM_V)[None, :]
-    begin = v_ptr + sequence * stride_v_batch + head * stride_v_head
-    values = gl.load(begin + (row * stride_v_row)[:, None] + column[None, :], mask=there)
-    line = (sequence * rows_k + row) * heads_kv + head
-    gl.store(out_ptr + (line * HEAD_DIM_V)[:, None] + column[None, :], values.to(gl.bfloat16), mask=there)
-
-
-#: Values of a program: eight loads of each thread.
-_WIDENED_VALUES = 8192
-
-
-def widen_kernel(shape: tuple[int, ...], strides: tuple[int, ...]) -> Kernel:
-    """Writes "wide_v" from values `[batch, rows_k, heads_kv, head_dim_v]`, or packed without the batch."""
-    *batch, rows_k, heads_kv, head_dim_v = shape
-    sequences = batch[0] if batch else 1
-    rows, columns = _tile(head_dim_v)
-    tiles = -(-rows_k // rows)
-    programs = sequences * tiles * heads_kv
-    check_programs("v", programs)
-    apart = batch_row_head(shape, strides)
-    # Addresses and strides are multiples of 16 bytes.
-    parameters = {
-        "v_ptr": pointer_to(torch.float8_e4m3fn, 16),
-        "out_ptr": pointer_to(torch.bfloat16, 16),
-        **stride_parameters("v", dict(zip(("batch", "row", "head"), apart)), 16),
-        "heads_kv": int32(heads_kv),
-        "rows_k": int32(rows_k),
-        "tiles": int32(tiles),
-    }
-    constants = {"HEAD_DIM_V": head_dim_v, "E": columns, "ROWS": rows}
-    return Kernel(attention_widen_kernel, parameters, constants, programs, {"out_ptr": "wide_v"})
-
-
-def _tile(head_dim_v: int) -> tuple[int, int]:
-    """Rows and columns of a program."""
-    columns = max(8, 1 << (head_dim_v - 1).bit_length())
-    return _WIDENED_VALUES // columns, columns
-
-
-#: Numbers that a program splits: of so many rows and the power of two that holds a row.
-_SPLIT_NUMBERS = 8192
+#: Numbers that a program converts: so many rows, in the power of two that holds a row.
+_NUMBERS = 8192
 
 
 class Operand(NamedTuple):
-    """A tensor `[batch, rows, heads, head_dim]`, in `buffer`, that is split into parts of `width` columns each."""
+    """A tensor `[batch, rows, heads, head_dim]`, packed without the batch, in `buffer`. float32 is split into parts of
+    `width` columns each."""
 
     buffer: str
     shape: tuple[int, ...]
@@ -154,30 +106,33 @@ class SplitOperands(NamedTuple):
 def split_operands(operands: Mapping[str, Operand], rows: int, columns: int) -> SplitOperands:
     """`rows`, `columns`: of a part, which a copy moves."""
     split = SplitOperands({}, {}, {})
-    for name, (buffer, shape, strides, width) in operands.items():
+    for name, operand in operands.items():
         parts = f"{name}_parts"
-        split.layouts[parts] = layout = contiguous((*shape[:-1], PARTS.value * width), torch.bfloat16)
-        split.kernels[f"parts_{name}"] = _parts_kernel(buffer, parts, shape, strides, width)
+        split.layouts[parts] = layout = contiguous((*operand.shape[:-1], PARTS.value * operand.width), torch.bfloat16)
+        split.kernels[f"parts_{name}"] = convert_kernel(name, operand, torch.float32, parts)
         moved = strided_layout(layout.shape, layout.strides)
         split.moved[name] = TmaTensor(parts, torch.bfloat16, (1, rows, 1, columns), moved)
     return split
 
 
-def _parts_kernel(numbers: str, parts: str, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Kernel:
-    batch, rows, heads, head_dim = shape
-    apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
-    rows_together = _SPLIT_NUMBERS >> (width - 1).bit_length()
+def convert_kernel(name: str, operand: Operand, dtype: torch.dtype, converted: str) -> Kernel:
+    """Writes buffer `converted` from the operand of that name, of float32 or of 8 bits."""
+    buffer, shape, strides, width = operand
+    *batch, rows, heads, head_dim = shape
+    columns = max(_VALUES.value, power_of_two(width))
+    rows_together = _NUMBERS // columns
     tiles = -(-rows // rows_together)
-    programs = batch * tiles * heads
-    check_programs("q", programs)
+    programs = math.prod(batch) * tiles * heads
+    check_programs(name, programs)
+    apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
     parameters = {
-        "numbers_ptr": pointer_to(torch.float32, 16),
-        "parts_ptr": pointer_to(torch.bfloat16, 16),
-        **stride_parameters("numbers", apart, 4),  # multiples of 16 bytes
+        "numbers_ptr": pointer_to(dtype, 16),
+        "converted_ptr": pointer_to(torch.bfloat16, 16),
+        **stride_parameters("numbers", apart, 16 // dtype.itemsize),  # multiples of 16 bytes
         "heads": int32(heads),
         "rows": int32(rows),
         "tiles": int32(tiles),
     }
-    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "COLUMNS": power_of_two(width), "ROWS": rows_together}
-    buffers = {"numbers_ptr": numbers, "parts_ptr": parts}
-    return Kernel(attention_parts_kernel, parameters, constants, programs, buffers)
+    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "COLUMNS": columns, "ROWS": rows_together}
+    buffers = {"numbers_ptr": buffer, "converted_ptr": converted}
+    return Kernel(attention_convert_kernel, parameters, constants, programs, buffers)

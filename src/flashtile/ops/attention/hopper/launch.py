@@ -44,7 +44,7 @@ from flashtile.ops.attention.hopper.configs import (
     forward_config,
     value_parts,
 )
-from flashtile.ops.attention.hopper.convert import Operand, split_operands, widen_kernel
+from flashtile.ops.attention.hopper.convert import Operand, convert_kernel, split_operands
 from flashtile.ops.attention.hopper.float32_backward import attention_float32_dk_dq_kernel, attention_float32_dv_kernel
 from flashtile.ops.attention.hopper.float32_forward import float32_forward_kernels
 from flashtile.ops.attention.hopper.float32_wide_backward import (
@@ -243,7 +243,8 @@ def plan_forward(call: Call) -> ForwardPlan:
     kernels = {"forward": forward_kernel(call, config, programs, tiles, lines, dynamic)}
     outputs["max_scores"] = rows if spec.returns_max_scores else None
     if dtype is FP8 and programs:
-        kernels = {"widen": widen_kernel(call.v.shape, call.v.strides), **kernels}
+        values = Operand("v", call.v.shape, call.v.strides, call.head_dims[1])
+        kernels = {"widen": convert_kernel("v", values, FP8, "wide_v"), **kernels}
         outputs["wide_v"] = contiguous(call.v.shape, torch.bfloat16)
     pipeline = Pipeline(call.device, kernels, given, outputs)
     return ForwardPlan(pipeline, 3 if spec.returns_max_scores else 2, dynamic and programs > 0)
