@@ -28,19 +28,21 @@ PADDED = 16
 
 
 def _metadata(
-    causal: Any = True, backend: Any = plugin.FlashtileBackend, most: int = 8
-) -> tuple[plugin.FlashtileMetadata, Tensor]:
+    causal: Any = True, backend: Any = plugin.FlashtileBackend, most: int = 8, longest: int = 21,
+    pages: int = PAGES // 4, captured: bool = False,
+) -> tuple[plugin.FlashtileMetadata, Tensor]:  # fmt: skip
     starts = torch.tensor([0, *COUNTS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(4, -1).int()
+    table = torch.randperm(4 * pages, generator=torch.Generator().manual_seed(0)).view(4, -1).int()
     lengths = torch.tensor(COUNTS, dtype=torch.int32) + torch.tensor(CACHED, dtype=torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=4, num_actual_tokens=PADDED,
-        max_query_len=max(COUNTS), max_seq_len=21, block_table_tensor=table, slot_mapping=torch.empty(0), causal=causal,
+        max_query_len=max(COUNTS), max_seq_len=longest, block_table_tensor=table, slot_mapping=torch.empty(0),
+        causal=causal,
     )  # fmt: skip
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=most))
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD, dtype=torch.float32)
     builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
-    return builder.build(0, common), table
+    return builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common), table
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -95,6 +97,15 @@ def test_a_batch_is_its_requests(name):
         assert_same(output[own].view(-1, HEADS, HEAD), expected[0])
         start += count
     assert not output[start:].any(), "rows of no request"
+
+
+@pytest.mark.parametrize(("longest", "width"), [(21, 3), (120, 15), (128, 16), (129, 18), (800, 104), (9999, 120)])
+def test_tables_have_the_pages_of_the_longest_request(longest, width):
+    """Rounded up by an eighth at most; those of a CUDA graph, which serves any batch, are whole."""
+    batch, table = _metadata(longest=longest, pages=120)
+    assert torch.equal(batch.pages, table[:, :width])
+    captured, _ = _metadata(longest=longest, pages=120, captured=True)
+    assert torch.equal(captured.pages, table)
 
 
 def test_encoders_have_no_cache():

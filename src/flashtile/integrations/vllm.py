@@ -8,7 +8,7 @@ This module needs vLLM, which loads it. Nothing here chooses kernels or copies c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -121,7 +121,7 @@ class FlashtileMetadata:
         cached: int32 `[requests]`, tokens of each that are in the cache already.
         lengths: int32 `[requests]`, tokens of each with those of the batch.
         longest: queries of a request at most.
-        pages: `[requests, max pages]`.
+        pages: `[requests, pages of a request]`, as many as the longest may have.
         causal: whether tokens see no later ones.
         slot_mapping: int64, where an encoder's keys go; vLLM sets it for layers that have those.
     """
@@ -164,8 +164,20 @@ class FlashtileMetadataBuilder(AttentionMetadataBuilder[FlashtileMetadata]):
         cached.clamp_(min=0)  # requests that only fill up a batch have neither tokens nor a length
         return FlashtileMetadata(
             common.num_actual_tokens, starts, cached, lengths, int(common.max_query_len),
-            common.block_table_tensor[:requests], common.causal,
+            common.block_table_tensor[:requests, : self._width(common.max_seq_len)], common.causal,
         )  # fmt: skip
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashtileMetadata:
+        """The metadata of a CUDA graph, whose pages are as many as any later batch may have."""
+        common = common_attn_metadata
+        return replace(self.build(0, common), pages=common.block_table_tensor[: common.num_reqs])
+
+    def _width(self, tokens: int) -> int:
+        """Pages of a request with so many tokens. Memory for gathered rows is in proportion to it. Rounded up by an
+        eighth at most, so that lengths that grow step by step are few kinds of calls."""
+        pages = max(1, -(-int(tokens) // self.kv_cache_spec.block_size))
+        step = 1 << max(0, pages.bit_length() - 4)
+        return -(-pages // step) * step
 
 
 class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
