@@ -23,20 +23,13 @@ Pattern = Callable[[int], BlockMask]
 
 
 def flash_blocksparse_attn_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    blockmask: Tensor | BlockMask,
-    dropout_p: float,
-    max_s: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, blockmask: Tensor | BlockMask, dropout_p: float, max_s: int,
+    softmax_scale: float | None = None, causal: bool = False, return_attn_probs: bool = False,
     convert_mask: bool = True,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Block-sparse attention of packed sequences, each to itself.
 
-    The sequences are padded to `max_s` for it, so memory and time are those of `[batch, max_s]`. The call does not wait
-    for the GPU if `blockmask` is a `BlockMask`. It converts a layout on every call, which waits.
+    The call does not wait for the GPU if `blockmask` is a `BlockMask`. It converts a layout on every call, which waits.
 
     Args:
         qkv: `[total, 3, heads, head_dim]`; head_dim up to 512.
@@ -54,7 +47,7 @@ def flash_blocksparse_attn_func(
         `[total, heads, head_dim]`.
 
     Raises:
-        TypeError, ValueError: as `flashtile.attention`, and if an argument is not what it must be.
+        TypeError, ValueError: as `flashtile.attention_varlen`, and if an argument is not what it must be.
     """
     if return_attn_probs:
         raise ValueError(
@@ -65,25 +58,10 @@ def flash_blocksparse_attn_func(
     if qkv.dim() != 4 or qkv.shape[1] != 3:
         raise ValueError(f"qkv: expected shape [total, 3, heads, head_dim], got {list(qkv.shape)}; stack q, k and v")
     mask = blockmask if isinstance(blockmask, BlockMask) else BlockMask.from_layout(blockmask, TILE, max_s, max_s)
-    row = _padded_rows(cu_seqlens, qkv.shape[0], max_s)
-    batch = cu_seqlens.shape[0] - 1
-    # One row more, for the tokens past the last sequence; it is not attended to.
-    padded = qkv.new_zeros(batch * max_s + 1, *qkv.shape[1:]).index_copy(0, row, qkv)
-    q, k, v = padded[:-1].unflatten(0, (batch, max_s)).unbind(2)
-    out = flashtile.attention(
-        q, k, v, causal=causal, scale=softmax_scale, dropout_p=dropout_p, key_lengths=cu_seqlens.diff(), block_mask=mask
-    )
-    out = out.flatten(0, 1)
-    return torch.cat((out, out.new_zeros(1, *out.shape[1:])))[row]
-
-
-def _padded_rows(cu_seqlens: Tensor, total: int, max_s: int) -> Tensor:
-    """For each packed token its row among sequences of `max_s` rows; those past the last sequence come after all."""
-    token = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens.to(token.dtype), token, right=True) - 1
-    last = cu_seqlens.shape[0] - 1
-    inside = token - cu_seqlens[sequence.clamp(max=last)]
-    return torch.where(sequence < last, sequence * max_s + inside, last * max_s)
+    return flashtile.attention_varlen(
+        *qkv.unbind(1), cu_seqlens, max_seqlen_q=max_s, max_seqlen_k=max_s, causal=causal, scale=softmax_scale,
+        dropout_p=dropout_p, block_mask=mask,
+    )  # fmt: skip
 
 
 class FlashBlocksparseAttention(nn.Module):
