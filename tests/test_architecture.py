@@ -59,10 +59,9 @@ WITHIN_OPERATION = _by_name("""
     pytorch: api block_mask checks options score_tracing spec
     partial: block_mask checks operator options score_arguments score_program score_tracing spec tile_lists
     repeated: block_mask call checks philox rows score_tracing select spec
-    operator: checks cpu derivatives hopper philox reference repeated rows score_program select spec triton
+    operator: checks cpu hopper philox reference repeated row_weights rows score_program select spec triton
     select: call checks score_program spec
-    derivatives: call reference row_weights score_program score_tracing spec
-    row_weights: block_mask philox score_program spec
+    row_weights: block_mask call philox reference score_program score_tracing spec
     inspection: call checks operator options partial row_weights select spec
     gpu: call intervals philox score_program score_tracing spec tile_lists
     call: spec

@@ -124,9 +124,9 @@ def attention_probs(
     head_numbers = _chosen("heads", heads, heads_q, "heads_q", q.device)
     group = heads_q // k.shape[2] if head_numbers is None else 1
     part = Part(row_numbers, head_numbers, group, 0, seq_k, seq_q, seq_k)
-    with row_weights.no_autocast(q.device):
+    with dispatch.without_autocast(q):
         weights = row_weights.weights(q, k, part, side, spec).keys
-        kept = row_weights.kept(part, batch, heads_q, side, spec)
+        kept = row_weights.kept_weights(part, batch, heads_q, side, spec)
     return weights if kept is None else (weights * kept) / (1 - dropout_p)
 
 

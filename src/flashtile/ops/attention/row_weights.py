@@ -1,25 +1,53 @@
-"""The attention weights of some rows, in PyTorch's own operations: `flashtile.attention_probs` returns such weights,
-and forward-mode differentiation makes them a few rows at a time. Nothing is changed in place, so autograd and
-`torch.func` go through. Memory and time are those of the rows times the keys.
+"""Some rows of attention in PyTorch's own operations: their weights, and forward-mode and second derivatives.
+
+Nothing is changed in place, so autograd and `torch.func` go through. Memory and time are those of the rows times the
+keys. `flashtile.attention_probs` returns weights.
+
+**Forward mode** (Jacobian-vector product), by formula, some rows at a time: memory linear in the length. With the
+tangents of all inputs, weights `p` of a row and of its sink, and dropout `z = kept / (1 - dropout_p)`::
+
+    ds   = f'(d(scale · q kᵀ) · (1 - tanh²)) + dbias - distance · dslope    1 - tanh²: of the soft cap, f' of score_mod
+    dlse = rowsum(p · ds) + p_sink · dsink
+    dout = (z · p · (ds - dlse)) v + (z · p) dv
+
+**The derivative of the backward pass** goes through the eager reference, with its matrix of scores.
 
 Shapes::
 
     B batch   H query heads, of those that are asked for   Hkv key/value heads that they read   G = H // Hkv
     R rows    C keys    D head dimension
+
+Reference: Griewank and Walther, "Evaluating Derivatives" (2008), section 3.1, for the rule; the softmax's derivative as
+in Dao et al., "FlashAttention" (2022), appendix B.
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention import reference
 from flashtile.ops.attention.block_mask import BlockMask, call_mask
+from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.philox import keep_rows
-from flashtile.ops.attention.score_program import INPUTS, apply, parse
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype
+from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, apply, parse, read, run
+from flashtile.ops.attention.score_tracing import derivative
+from flashtile.ops.attention.spec import (
+    LEARNED,
+    SPEC,
+    AttentionSpec,
+    SideInputs,
+    Wanted,
+    lse_dtype,
+    lse_shape,
+    saved_side,
+    side_tensors,
+    unflatten_backward,
+)
+from flashtile.ops.common import dispatch
 from flashtile.ops.common.rows import logsumexp
 
 
@@ -45,6 +73,10 @@ class Part(NamedTuple):
     seq_k: int
     sequence: int | None = None
 
+    @property
+    def key_numbers(self) -> Tensor:
+        return torch.arange(self.first_key, self.first_key + self.keys, device=self.rows.device)
+
 
 class Weights(NamedTuple):
     """The softmax of some rows, 0 where nothing is visible. `keys`: `[B, H, R, C]`. `row_logit`: `[B, H, R, 1]`, of the
@@ -53,13 +85,6 @@ class Weights(NamedTuple):
     keys: Tensor
     row_logit: Tensor | None
     lse: Tensor
-
-
-def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Keeps autocast from narrowing the products here: it has decided about q, k and v already."""
-    if not torch._C._is_any_autocast_enabled() or device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def load_rows(tensor: Tensor, part: Part) -> Tensor:
@@ -131,7 +156,7 @@ def with_terms(scores: Tensor, part: Part, side: SideInputs, spec: AttentionSpec
         scores = scores + part_table(side.bias, part).to(scores.dtype)
     if side.alibi_slopes is not None:
         diagonal = part.seq_k - part.seq_q + (0 if spec.origin is None else spec.origin.diagonal)
-        distance = (part.rows[:, None] + diagonal - _key_numbers(part)).abs().to(scores.dtype)
+        distance = (part.rows[:, None] + diagonal - part.key_numbers).abs().to(scores.dtype)
         scores = scores - _by_head(side.alibi_slopes, part) * distance
     return scores
 
@@ -149,7 +174,9 @@ class Changes(NamedTuple):
     inputs: dict[str, Tensor] | None
 
 
-def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Changes]:
+def modified_scores(
+    product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Changes]:
     """The results from products `[B, H, R, C]`: scores, of which none is masked yet; and which pairs are visible, bool
     that broadcasts to them. A score of -inf hides its pair."""
     scores, cap, inputs = product * spec.scale, None, None
@@ -171,7 +198,7 @@ def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
     device = scores.device
     sequence = (part.sequence or 0) + torch.arange(batch, device=device)
     head = torch.arange(heads, device=device) if part.heads is None else part.heads
-    numbers = sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), part.rows.view(-1, 1), _key_numbers(part)[None]
+    numbers = sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), part.rows.view(-1, 1), part.key_numbers[None]
     return dict(
         zip(INPUTS, (scores, *(number.int().reshape((1,) * (4 - number.dim()) + number.shape) for number in numbers)))
     )
@@ -179,7 +206,7 @@ def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
 
 def _shown_by_arguments(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """Pairs that all but the score function show: bool that broadcasts to `[B, H, R, C]`."""
-    key = _key_numbers(part)
+    key = part.key_numbers
     diagonal = part.rows[:, None] + (0 if spec.top_left else part.seq_k - part.seq_q)
     shown = torch.ones_like(diagonal == key)[None, None]
     if spec.window_left is not None:
@@ -221,11 +248,11 @@ def weights(q: Tensor, k: Tensor, part: Part, side: SideInputs, spec: AttentionS
     """The weights of a part before dropout. q `[B, S, H, D]` and k `[B, S, Hkv, D]` are those of the call."""
     keys = load_keys(k, part, q.shape[2], side)
     product = products(load_rows(q, part), keys, part)
-    changed, shown, _ = scores(product, part, side, spec)
+    changed, shown, _ = modified_scores(product, part, side, spec)
     return softmax(changed, shown, part, side)
 
 
-def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:
+def kept_weights(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:
     """Weights that dropout keeps, bool `[B, H, R, C]`; None without dropout. `heads`: those of the call."""
     if side.dropout_seed is None:
         return None
@@ -241,13 +268,9 @@ def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSp
     return bits.unflatten(0, (batch, chosen.shape[0]))
 
 
-def _key_numbers(part: Part) -> Tensor:
-    return torch.arange(part.first_key, part.first_key + part.keys, device=part.rows.device)
-
-
 def _valid(part: Part, key_lengths: Tensor) -> Tensor:
     """Keys within the length of their batch entry: `[B, 1, 1, C]`."""
-    return _key_numbers(part) < key_lengths.view(-1, 1, 1, 1)
+    return part.key_numbers < key_lengths.view(-1, 1, 1, 1)
 
 
 def _shown_by_tiles(mask: BlockMask, part: Part) -> Tensor:
@@ -260,3 +283,204 @@ def _shown_by_tiles(mask: BlockMask, part: Part) -> Tensor:
     kinds = table.index_select(2, part.rows // tile_q)  # [B | 1, H | 1, R, tiles of keys]
     rows = mask.masks_with_ends().bool()[kinds, (part.rows % tile_q)[:, None]]  # [..., tile_k]
     return rows.flatten(-2)[..., part.first_key : part.first_key + part.keys]
+
+
+#: Scores that are made at a time, but for at least as many rows as `_FEWEST_ROWS` of all heads.
+_SCORES_AT_ONCE = 2**22
+_FEWEST_ROWS = 64
+
+
+class Tangents(NamedTuple):
+    """Tangents of the inputs, in their shapes and dtypes; None = 0. `side`: of side inputs, without `captured`."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    side: SideInputs
+    captured: tuple[Tensor | None, ...] = ()
+
+
+def forward_derivative(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents
+) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse; shapes as in `flashtile.attention` and `attention_varlen`."""
+    with dispatch.without_autocast(q):
+        if side.packed:
+            return _packed(q, k, v, side, spec, tangents)
+        return _dense(q, k, v, side, spec, tangents, None)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents, sequence: int | None
+) -> tuple[Tensor, Tensor]:
+    batch, seq_q, heads, _ = q.shape
+    seq_k, group = k.shape[1], heads // k.shape[2]
+    scores_of_row = max(1, batch * heads * seq_k)
+    rows_at_once = max(_FEWEST_ROWS, _SCORES_AT_ONCE // scores_of_row)
+    outs, lses = [], []
+    for first in range(0, max(seq_q, 1), rows_at_once):
+        last = min(first + rows_at_once, seq_q)
+        rows = torch.arange(first, last, device=q.device)
+        first_key, last_key = visible_keys(seq_q, seq_k, spec, first, last)
+        part = Part(rows, None, group, first_key, last_key - first_key, seq_q, seq_k, sequence=sequence)
+        dout, dlse = _rows(q, k, v, part, side, spec, tangents)
+        outs.append(dout.transpose(1, 2))
+        lses.append(dlse)
+    return torch.cat(outs, dim=1).to(q.dtype), torch.cat(lses, dim=2)
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, part: Part, side: SideInputs, spec: AttentionSpec, tangents: Tangents
+) -> tuple[Tensor, Tensor]:
+    """Tangents of some rows: out `[B, H, R, Dv]` and lse `[B, H, R]`."""
+    batch, _, heads, _ = q.shape
+    q_rows, keys = load_rows(q, part), load_keys(k, part, heads, side)
+    product = products(q_rows, keys, part)
+    scores, shown, changes = modified_scores(product, part, side, spec)
+    weights = softmax(scores, shown, part, side)
+
+    dscores = torch.zeros_like(scores)
+    if tangents.q is not None:
+        dscores = dscores + products(load_rows(tangents.q, part), keys, part)
+    if tangents.k is not None:
+        dkeys = load_keys(tangents.k, part, heads, side)
+        dscores = dscores + products(q_rows, dkeys, part)
+    dscores = dscores * spec.scale
+    if changes.cap is not None:
+        dscores = dscores * changes.cap
+    if changes.inputs is not None:
+        dscores = _through_function(dscores, changes.inputs, side, spec, tangents.captured)
+    dscores = with_terms(dscores, part, tangents.side, spec).masked_fill(~shown, 0)
+
+    dlse = (weights.keys * dscores).sum(dim=-1, keepdim=True)
+    dlogits = row_logits(part, tangents.side)
+    if dlogits is not None and weights.row_logit is not None:
+        dlse = dlse + weights.row_logit * dlogits
+    kept = kept_weights(part, batch, heads, side, spec)
+
+    def dropped(weights: Tensor) -> Tensor:
+        return weights if kept is None else weights * kept / (1 - spec.dropout_p)
+
+    values = load_keys(v, part, heads, side)
+    dout = weighted(dropped(weights.keys * (dscores - dlse)), values, part)
+    if tangents.v is not None:
+        dvalues = load_keys(tangents.v, part, heads, side)
+        dout = dout + weighted(dropped(weights.keys), dvalues, part)
+    return dout, dlse.squeeze(-1)
+
+
+def _through_function(
+    dscores: Tensor,
+    inputs: dict[str, Tensor],
+    side: SideInputs,
+    spec: AttentionSpec,
+    dcaptured: Sequence[Tensor | None],
+) -> Tensor:
+    """The tangents behind the score function, from those in front of it."""
+    assert spec.score_program is not None
+    gradient = derivative(spec.score_program, dscores.dtype)
+    inputs = {**inputs, UPSTREAM: torch.ones_like(dscores)}
+    values = run(gradient.program, inputs, lambda _, step, at: read(side.captured[step.arguments[0]], at, 4)[0])
+    total = torch.zeros_like(dscores) if gradient.score is None else dscores * values[gradient.score]
+    for captured, indices, name in gradient.loads:
+        tangent = dcaptured[captured] if dcaptured else None
+        if tangent is not None:
+            total = total + values[name] * read(tangent, [values[index] for index in indices], 4)[0]
+    return total
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents
+) -> tuple[Tensor, Tensor]:
+    """Each sequence as a batch of one; this reads `cu_seqlens` on the host."""
+    outs, lses, end = [], [], 0
+    for sequence, rows, keys, one in side.sequences():
+        moved: dict[str, Any] = {
+            name: None if tangent is None else tangent[None, where]
+            for name, tangent, where in (("q", tangents.q, rows), ("k", tangents.k, keys), ("v", tangents.v, keys))
+        }
+        own = tangents._replace(**moved, side=tangents.side.for_sequence(sequence))
+        dout, dlse = _dense(q[None, rows], k[None, keys], v[None, keys], one, spec, own, sequence)
+        outs.append(dout[0])
+        lses.append(dlse[0])
+        end = rows.stop
+    rest = q.shape[0] - end  # rows past the last sequence
+    outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
+    lses.append(q.new_zeros(q.shape[1], rest, dtype=lse_dtype(q.dtype)))
+    return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
+
+
+class DifferentiableBackward(torch.autograd.Function):
+    """The backward pass where it is differentiated again (`create_graph=True`, forward mode over reverse mode): the
+    operator, itself differentiable through the eager reference."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        tensors, side, spec, wanted, backend = unflatten_backward(arguments)
+        *grads, of_captured = torch.ops.flashtile.attention_backward.default(*tensors, *side, *spec, *wanted, backend)
+        return *grads, *of_captured
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        (dout, dlse, q, k, v, _, _), side, ctx.spec, ctx.wanted, _ = unflatten_backward(inputs)
+        ctx.max_seqlens = side.max_seqlen_q, side.max_seqlen_k
+        saved = dout, dlse, q, k, v, *side_tensors(side)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        first_order, primals = _reference_backward(ctx)
+        first, pullback = torch.func.vjp(first_order, *primals)
+        of_learned = [grad for grad, wants in zip(grads[3:], ctx.wanted.flags) if wants]
+        given = zip((*grads[:3], *of_learned), first)
+        upstream = tuple(torch.zeros_like(of) if grad is None else grad for grad, of in given)
+        ddout, ddlse, dq, dk, dv, *dlearned = pullback(upstream)
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        found[:5] = ddout, ddlse if ctx.needs_input_grad[1] else None, dq, dk, dv
+        for place, grad in zip(_learned_places(ctx.wanted), dlearned, strict=True):
+            found[place] = grad
+        return tuple(found)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        dispatch.refuse_nested_forward_mode("flashtile.attention")
+        first_order, primals = _reference_backward(ctx)
+        of_learned = (tangents[place] for place in _learned_places(ctx.wanted))
+        given = zip((*tangents[:5], *of_learned), primals)
+        directions = tuple(torch.zeros_like(of) if tangent is None else tangent for tangent, of in given)
+        # Twice in reverse: PyTorch does not nest its own forward mode in one that is under way.
+        first, pullback = torch.func.vjp(first_order, *primals)
+        _, push_forward = torch.func.vjp(pullback, tuple(map(torch.zeros_like, first)))
+        ((dq, dk, dv, *dlearned),) = push_forward(directions)
+        learned = iter(dlearned)
+        return dq, dk, dv, *(next(learned) if wants else dq.new_zeros(0) for wants in ctx.wanted.flags)
+
+
+def _learned_places(wanted: Wanted) -> list[int]:
+    """The places of what learns among the arguments of `DifferentiableBackward`."""
+    first_captured = 7 + SPEC + len(Wanted._fields) + 1
+    places = *(7 + place for place in LEARNED), *range(first_captured, first_captured + len(wanted.captured))
+    return [place for place, wants in zip(places, wanted.flags, strict=True) if wants]
+
+
+def _reference_backward(ctx) -> tuple[Callable, tuple[Tensor, ...]]:
+    """The backward that a `DifferentiableBackward` has recorded as a function of (dout, dlse, q, k, v, what learns),
+    by the eager reference; and the arguments. out and lse are functions of the inputs here, so the whole derivative
+    goes to those."""
+    dout, dlse, q, k, v, *rest = ctx.saved_tensors
+    side = saved_side(rest, ctx.max_seqlens)
+
+    def forward(q, k, v, *learned):
+        return reference.forward(q, k, v, reference.with_learned(side, ctx.wanted, learned), ctx.spec)
+
+    def first_order(dout, dlse, *inputs):
+        _, pullback = torch.func.vjp(forward, *inputs)
+        return pullback((dout, dlse))
+
+    if dlse is None:
+        dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
+    return first_order, (dout, dlse, q, k, v, *reference.learned_inputs(side, ctx.wanted))
