@@ -254,14 +254,22 @@ def _assembled(grid: Grid, entries: _Entries) -> tuple[Tensor, Tensor]:
     if patterns.shape[0]:
         kinds = torch.where(kinds < 0, kinds, which[kinds.clamp(min=0)])
     cells, order = torch.sort(entries.cells)
-    kinds = kinds[order]
-    row, column = cells // grid.tiles_k, cells % grid.tiles_k
-    columns, transposed = torch.sort(row // grid.tiles_q * grid.tiles_k + column, stable=True)
-    offsets = _offsets(row, grid.rows), _offsets(columns, grid.columns)
-    ranks = torch.arange(row.shape[0], device=row.device) - offsets[0][row]
-    by_column = (part[transposed] for part in (row % grid.tiles_q, kinds, ranks))
-    lists = *offsets, column, kinds, *by_column, _shortest_first(offsets[0], grid.tiles_q)
-    return _with_bits(lists, patterns), patterns.to(torch.uint8)
+    return _with_bits(_listed(grid, cells, kinds[order]), patterns), patterns.to(torch.uint8)
+
+
+def _listed(grid: Grid, cells: Tensor, kinds: Tensor) -> tuple[Tensor, ...]:
+    """The parts of `BlockMask.lists` up to the row order, from tiles in order. The last ones may be EMPTY: the lists
+    have room there."""
+    listed = kinds != EMPTY
+    # Tiles that are not listed belong to a row and a column behind the last one.
+    row = torch.where(listed, cells // grid.tiles_k, grid.rows)
+    column = torch.where(listed, row // grid.tiles_q * grid.tiles_k + cells % grid.tiles_k, grid.columns)
+    by_column, transposed = torch.sort(column, stable=True)
+    offsets, column_offsets = _offsets(row, grid.rows), _offsets(by_column, grid.columns)
+    ranks = torch.arange(row.shape[0], device=row.device) - offsets[row]
+    key_tile, kinds, ranks = (part * listed for part in (cells % grid.tiles_k, kinds, ranks))
+    lists = (part[transposed] for part in (row % grid.tiles_q, kinds, ranks))
+    return offsets, column_offsets, key_tile, kinds, *lists, _shortest_first(offsets, grid.tiles_q)
 
 
 def _check_size(grid: Grid, entries: int, patterns: Tensor) -> None:
@@ -308,7 +316,8 @@ def build_with_room(
     table = torch.cat((table, table[:1])).scatter_(0, torch.where(used, cells, total), kinds)[:total]
     patterns = masks & (used & (kinds >= 0))[:, None, None]
     _check_size(grid, total, patterns)
-    return _with_bits(_listed(grid, table.view(grid.rows, grid.tiles_k)), patterns), patterns.to(torch.uint8)
+    order = (table == EMPTY).int().argsort(stable=True)
+    return _with_bits(_listed(grid, order, table[order]), patterns), patterns.to(torch.uint8)
 
 
 def _check_room(doubtful: Tensor, room: int) -> None:
@@ -316,29 +325,6 @@ def _check_room(doubtful: Tensor, room: int) -> None:
     if doubtful.device.type == "cpu" and int(doubtful) > room:
         raise ValueError(f"{message}, {int(doubtful)}, got {room}; pass more, or None to count them on the host")
     torch._assert_async(doubtful <= room, f"{message}, got {room}; pass more, or None to count them on the host")
-
-
-def _listed(grid: Grid, table: Tensor) -> tuple[Tensor, ...]:
-    """The parts of `BlockMask.lists` up to the row order, from the kind of each tile `[rows, tiles_k]`."""
-    by_column = table.unflatten(0, (-1, grid.tiles_q)).transpose(1, 2).flatten(0, 1)  # [columns, tiles_q]
-    rank = (table != EMPTY).cumsum(1) - 1
-    ranks = rank.unflatten(0, (-1, grid.tiles_q)).transpose(1, 2).flatten(0, 1)
-    row_offsets, columns, kinds = _lines(table)
-    column_offsets, rows, row_kinds, row_ranks = _lines(by_column, ranks)
-    order = _shortest_first(row_offsets, grid.tiles_q)
-    return row_offsets, column_offsets, columns, kinds, rows, row_kinds, row_ranks, order
-
-
-def _lines(table: Tensor, *others: Tensor) -> list[Tensor]:
-    """The begin of the entries of each line of a table of kinds `[lines, tiles]`; then of the entries, one line behind
-    the other: tile, kind, and what `others` have there. All have room for the whole table."""
-    listed = (table != EMPTY).flatten()
-    counts = listed.view(table.shape).sum(1)
-    place = torch.where(listed, listed.cumsum(0) - 1, table.numel())  # the last one is cut off
-    tile = torch.arange(table.shape[1], device=table.device).expand(table.shape)
-    room = table.new_zeros(table.numel() + 1)
-    parts = (room.scatter(0, place, values.flatten())[:-1] for values in (tile, table, *others))
-    return [torch.cat((counts.new_zeros(1), counts.cumsum(0))), *parts]
 
 
 def _offsets(owners: Tensor, total: int) -> Tensor:
