@@ -45,7 +45,7 @@ def _by_name(text: str) -> dict[str, set[str]]:
 
 
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
-#: `select`, and `reference` for the backward of the backward. `select` imports the `backend` of each package too, which
+#: `select`, and `reference` for the backward of the backward. `select` imports the `BACKEND` of each package too, which
 #: needs no Triton.
 WITHIN_OPERATION = _by_name("""
     __init__:
@@ -204,7 +204,7 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
         return f"say in WITHIN_OPERATION what {part!r} may import"
     if ".".join(module[2:]) == PLAN_OF_CACHES and name[3] == "hopper":
         return ""
-    if part == "select" and name[4:5] == ["backend"]:
+    if part == "select" and name[4:] in (["BACKEND"], ["invariant_tiles"]):
         return ""
     if name[3] == part or name[3] in WITHIN_OPERATION[part]:
         return ""

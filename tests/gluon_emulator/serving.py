@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper import unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import is_wide, serves_float32
 from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.ops.attention import cpu, reference
-from flashtile.ops.attention.cpu import backend, tiled, tiles, torch_parts
+from flashtile.ops.attention.cpu import tiled, tiles, torch_parts
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
@@ -129,8 +129,8 @@ def no_tiles(monkeypatch):
     def refuse(*_):
         raise AssertionError("the tiles computed a call that PyTorch's flash attention serves")
 
-    monkeypatch.setattr(backend, "multiplies_float16", lambda: True)
-    monkeypatch.setattr(backend, "emulates_bfloat16", lambda: False)
+    monkeypatch.setattr(tiles, "multiplies_float16", lambda: True)
+    monkeypatch.setattr(tiles, "emulates_bfloat16", lambda: False)
     monkeypatch.setattr(cpu.tiled, "forward", refuse)
     monkeypatch.setattr(cpu.tiled, "backward", refuse)
 
@@ -195,7 +195,7 @@ def test_calls_served_by_pytorch_with_tables(name, kind, small, no_tiles, monkey
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypatch):
     """The heads of a group are rows of one head, or heads that read it in turn. Nothing else changes."""
-    monkeypatch.setattr(backend, "packs_16_bits", lambda: packs)
+    monkeypatch.setattr(tiles, "packs_16_bits", lambda: packs)
     monkeypatch.setattr(torch_parts, "_MOST_STACKED_GRADIENTS", most)
     rows, backward_op = [], torch_parts._backward_op
 
@@ -240,7 +240,7 @@ def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tile
 )
 def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dtype, packs, no_tiles, monkeypatch):
     """One query of each head, with a key/value head of its own. PyTorch's kernel gets one row or four."""
-    monkeypatch.setattr(backend, "packs_16_bits", lambda: packs)
+    monkeypatch.setattr(tiles, "packs_16_bits", lambda: packs)
     monkeypatch.setattr(cpu, "splitting_pays", lambda q, k: splits)
     rows, forward_op = set(), torch_parts._forward_op
 
@@ -370,9 +370,9 @@ def test_served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype, served, s
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("x86", [False, True])
 def test_16_bits_go_to_pytorch_where_that_is_faster(fast, x86, monkeypatch):
-    monkeypatch.setattr(backend, "multiplies_float16", lambda: fast)
-    monkeypatch.setattr(backend, "emulates_bfloat16", lambda: not fast)
-    monkeypatch.setattr(backend, "has_x86_vectors", lambda: x86)
+    monkeypatch.setattr(tiles, "multiplies_float16", lambda: fast)
+    monkeypatch.setattr(tiles, "emulates_bfloat16", lambda: not fast)
+    monkeypatch.setattr(tiles, "has_x86_vectors", lambda: x86)
     call = SPEC, SIDE, SHAPE, SHAPE, SHAPE
     assert cpu.served_by_torch(*call, torch.float16)[0] is (fast or x86)
     assert cpu.served_by_torch(*call, torch.bfloat16)[0]

@@ -33,8 +33,8 @@ from flashtile.ops.attention.hopper import (
     launch,
     primitives,
     schedule,
+    unsupported_reason,
 )
-from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.convert import Operand, convert_kernel
 from flashtile.ops.attention.hopper.separate_configs import (
     choose_float32_forward_config,

@@ -25,8 +25,7 @@ from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import Phase
-from flashtile.ops.attention.hopper import backward_configs, cache_launch, configs, forward, launch
-from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper import backward_configs, cache_launch, configs, forward, launch, unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
 from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from support.attention.backend_calls import HOPPER, hopper_call

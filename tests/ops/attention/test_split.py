@@ -10,7 +10,7 @@ import flashtile
 from flashtile._backends import devices
 from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.split.backend import MAX_QUERIES, no_gain
+from flashtile.ops.attention.split import MAX_QUERIES, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, EDGES, PAIRS, combined, parameters
 from support.running.covering import turns

@@ -25,8 +25,8 @@ from flashtile.ops.attention.call import (
     seen_call,
     unseen_gradients,
 )
-from flashtile.ops.attention.cpu.backend import BACKEND as CPU
-from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
+from flashtile.ops.attention.cpu import BACKEND as CPU
+from flashtile.ops.attention.hopper import BACKEND as HOPPER
 from flashtile.ops.attention.score_program import check_captured
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
@@ -38,9 +38,9 @@ from flashtile.ops.attention.spec import (
     out_dtype,
     wanted_gradients,
 )
-from flashtile.ops.attention.split.backend import BACKEND as SPLIT
-from flashtile.ops.attention.triton.backend import BACKEND as TRITON
-from flashtile.ops.attention.triton.backend import invariant_tiles as invariant_tiles
+from flashtile.ops.attention.split import BACKEND as SPLIT
+from flashtile.ops.attention.triton import BACKEND as TRITON
+from flashtile.ops.attention.triton import invariant_tiles as invariant_tiles
 from flashtile.ops.common import watch
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
 

@@ -371,12 +371,41 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     bfloat16 stays bfloat16 where the CPU multiplies it, at twice the speed of float32; what is rounded then is what
     eager attention rounds too. The scores are always made in the compute dtype.
     """
-    return dtype if dtype is torch.bfloat16 and _multiplies_bfloat16() else compute_dtype(dtype)
+    return dtype if dtype is torch.bfloat16 and multiplies_bfloat16() else compute_dtype(dtype)
 
 
 @functools.cache
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
+
+
+@functools.cache
+def multiplies_float16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+@functools.cache
+def has_x86_vectors() -> bool:
+    """Whether PyTorch uses AVX, and so MKL's products of 16-bit matrices that give float32, as its forward wants."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
+@functools.cache
+def emulates_bfloat16() -> bool:
+    """Whether PyTorch multiplies bfloat16 by float32 on an x86 processor, which has no such products."""
+    return has_x86_vectors() and not multiplies_bfloat16()
+
+
+@functools.cache
+def packs_16_bits() -> bool:
+    """Whether PyTorch's kernel packs 16-bit keys and values for AMX; else single rows go element by element."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
+def loses_infinite_scores() -> bool:
+    """Whether PyTorch's kernels are those for any processor, whose lse of a row with an infinite score is NaN."""
+    return torch.backends.cpu.get_cpu_capability() == "DEFAULT"
 
 
 def key_view(block: Block, tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.cpu import backend
+from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near, segment_slopes
 from flashtile.ops.attention.cpu.tiles import LOG2E, Band, Segment, compute_dtype, hidden, seen_by, segments
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs
@@ -317,7 +317,7 @@ def attend(
         if found is None:
             return None
         out, lse = found
-    if backend.loses_infinite_scores() and lse.isnan().any():
+    if tiles.loses_infinite_scores() and lse.isnan().any():
         return None
     # An infinite score makes a row NaN; PyTorch's 16-bit kernel returns numbers for it.
     if out.dtype in (torch.bfloat16, torch.float16) and not math.isfinite(lse.sum().item()):
@@ -434,7 +434,7 @@ def gradients(
     dout, _, q, k, v, out, lse = given
     group = q.shape[2] // k.shape[2]
     # In 16 bits the gradients of stacked rows take two thirds of the time, copies included.
-    gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or backend.packs_16_bits())
+    gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or tiles.packs_16_bits())
     stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or gains) and table is None
     dout, q, out = (_stacked(t, group) if stacked else t.transpose(1, 2) for t in (dout, q, out))
     if stacked:
@@ -449,7 +449,7 @@ def _by_head(tensor: Tensor, reread: bool) -> Tensor:
     """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. A copy saves a tenth of the time if a head is reread, unless PyTorch's
     kernel packs rows."""
     heads_first = tensor.transpose(1, 2)
-    copied = reread and (tensor.itemsize > 2 or not backend.packs_16_bits())
+    copied = reread and (tensor.itemsize > 2 or not tiles.packs_16_bits())
     return heads_first.contiguous() if copied else heads_first
 
 
@@ -464,7 +464,7 @@ def _stacked(tensor: Tensor, group: int) -> Tensor:
 
 def _repeated(stacked: Tensor, keys: int) -> Tensor:
     """Rows `[b, Hkv, G·R, D]` as PyTorch's kernel gets them: copies of a single one where it is slow with that."""
-    if stacked.shape[2] > 1 or stacked.itemsize > 2 or keys < _FEWEST_KEYS_OF_COPIES or backend.packs_16_bits():
+    if stacked.shape[2] > 1 or stacked.itemsize > 2 or keys < _FEWEST_KEYS_OF_COPIES or tiles.packs_16_bits():
         return stacked
     return stacked.repeat(1, 1, _COPIES_OF_SINGLE_ROW, 1)
 

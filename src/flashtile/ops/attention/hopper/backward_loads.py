@@ -292,7 +292,7 @@ def backward_pipeline(
         kernels = {**kernels, "shares": shares_kernel(gradients["dk"], gradients["dv"], shares)}
         more = {**more, "dk_shares": gradients["dk"], "dv_shares": gradients["dv"]}
         outputs |= {name: without_shares(gradients[name], shares) for name in ("dk", "dv")}
-    # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read the masked dout.
+    # head_dim_v is a multiple of 8 (`unsupported_reason` of the package): TMA can read the masked dout.
     masked_dout = math.prod(call.out_shape) * call.dtype.itemsize // 4 if call.may_hide_rows else 0
     learned = sum_layouts(call, call.rows_k, kernels["begin"].programs)
     return Pipeline(

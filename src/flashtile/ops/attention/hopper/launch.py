@@ -119,7 +119,7 @@ def prepare_forward(
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
     of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. They serve all of
-    `wanted` but tensors of score functions (`backend.unsupported_reason`)."""
+    `wanted` but tensors of score functions (`unsupported_reason` of the package)."""
     dout, dlse, q, k, v, out, lse = inputs
     if not q.numel() or not k.numel() or not v.numel():
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
