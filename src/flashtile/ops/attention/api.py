@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
+from flashtile.ops.attention.operator import run_attention, run_repeated
 from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
@@ -197,7 +197,8 @@ def _first_call(
     results: Tensor | tuple[Tensor, ...]
     if call is not None:
         aux = [tensor for tensor in side_tensors(side) if tensor is not None]
-        results = run_resolved(q, k, v, aux, call, not (options.return_lse or options.return_max_scores))
+        out_only = not (options.return_lse or options.return_max_scores)
+        results = run_repeated(q, k, v, aux, call, out_only, resolved=True)
     else:
         results = run_attention(q, k, v, side, spec, options.backend)
     return _returned(results, options.return_lse, options.return_max_scores)
@@ -441,7 +442,8 @@ def checked_forward(
     side = SideInputs(None, None, q.shape[1], k.shape[1], mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     scale = representable_scale(scale, q.dtype)
     spec = AttentionSpec(scale, *window, softcap=softcap, batch_invariant=batch_invariant)
-    return run_unrecorded(q, k, v, side, spec, backend)
+    out, lse = select.serve_forward(q, k, v, side, spec, backend, side.plain)
+    return out, lse
 
 
 def unmasked_forward(

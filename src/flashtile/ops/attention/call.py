@@ -419,13 +419,10 @@ def seen_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
         return None
     # The key of query 0's diagonal, counted from `first`, less where the shorter call would have it.
     shift = -first if spec.top_left else seq_k - last
-    changes: dict[str, Any] = {
-        "window_left": None if spec.window_left is None else spec.window_left - shift,
-        "window_right": None if spec.window_right is None else spec.window_right + shift,
-    }
+    spec = spec.shifted(shift)
     if last < seq_k and side.by_distance:
         origin = Origin(0, 0, 0, 0, q.shape[2]) if spec.origin is None else spec.origin
-        changes["origin"] = origin._replace(diagonal=origin.diagonal + seq_k - last)
+        spec = spec._replace(origin=origin._replace(diagonal=origin.diagonal + seq_k - last))
     lengths = side.key_lengths
     side = side._replace(
         max_seqlen_k=last - first,
@@ -433,7 +430,7 @@ def seen_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
         bias=_columns(side.bias, first, last),
         mask=_columns(side.mask, first, last),
     )
-    return SeenCall(k[:, first:last], v[:, first:last], side, spec._replace(**changes), first, last)
+    return SeenCall(k[:, first:last], v[:, first:last], side, spec, first, last)
 
 
 def _columns(table: Tensor | None, first: int, last: int) -> Tensor | None:

@@ -172,18 +172,13 @@ def _placed(
 
 
 def run_repeated(
-    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: RepeatedCall, out_only: bool
+    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], call: RepeatedCall, out_only: bool, resolved: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
     """Runs a call that has a key (`repeated.call_key`), recorded by autograd where a gradient is wanted. Returns out
-    alone, or what `run_attention` does. `given`: the tensors that it was given beside q, k and v."""
-    aux = given if call.resolutions is None else call.aux(given, q)
-    return run_resolved(q, k, v, aux, call, out_only)
-
-
-def run_resolved(
-    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], call: RepeatedCall, out_only: bool
-) -> Tensor | tuple[Tensor, ...]:
-    """The same from the side inputs of the call that there are."""
+    alone, or what `run_attention` does. `aux`: the tensors that it was given beside q, k and v, or if they are
+    `resolved` those of its side inputs."""
+    if not resolved and call.resolutions is not None:
+        aux = call.aux(aux, q)
     if call.requires_grad and torch.is_grad_enabled():
         return (_apply_repeated_out if out_only else _apply_repeated)(q, k, v, call, *aux)
     results = call.forward(q, k, v, aux)
@@ -202,14 +197,6 @@ def _run_forward(
     if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
         return serve_forward(q, k, v, side, spec, backend, plain, recorded=recorded)
     return _asked_for(_forward_op(q, k, v, *side, *spec, backend), spec)
-
-
-def run_unrecorded(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Runs the forward within another operator, which neither autograd nor the dispatcher has to see: (out, lse)."""
-    out, lse = serve_forward(q, k, v, side, spec, backend, side.plain)
-    return out, lse
 
 
 def run_backward(

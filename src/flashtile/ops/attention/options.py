@@ -316,7 +316,10 @@ def add_scores(
         sinks=None if sinks is None else resolve_sinks(sinks, sizes[1], q),
     )
     if given.block_mask is not None:
-        side, spec = _add_block_mask(side, spec, q, batch, given.block_mask)
+        blocks = given.block_mask
+        checks.check_block_mask(blocks, q, (batch, *sizes[1:]))
+        side = side._replace(block_lists=blocks.lists, block_patterns=blocks.tile_masks)
+        spec = spec._replace(block_shape=(*blocks.shape[:2], *blocks.tile))
     if given.score_mod is not None:
         side, spec = add_score_mod(side, spec, q, given.score_mod)
         check_derivative(side, spec, q, k, v)
@@ -330,12 +333,3 @@ def add_scores(
         side = side._replace(**resolved)
         checks.check_forward_only(q, k, v, side)
     return side, spec
-
-
-def _add_block_mask(
-    side: SideInputs, spec: AttentionSpec, q: Tensor, sequences: int, block_mask: BlockMask
-) -> tuple[SideInputs, AttentionSpec]:
-    """Side inputs and spec of a call with a block mask. A packed one has both bounds of the lengths."""
-    checks.check_block_mask(block_mask, q, (sequences, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k))
-    side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)
-    return side, spec._replace(block_shape=(*block_mask.shape[:2], *block_mask.tile))

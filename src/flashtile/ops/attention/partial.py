@@ -360,8 +360,8 @@ def _check_place(part: AttentionPart, rows: int, columns: int) -> None:
 
 def _shifted(spec: AttentionSpec, shift: int, rows: int, columns: int) -> AttentionSpec:
     """The band counted from the rectangle's own corner; sides that hide nothing of it are left out."""
-    left = None if spec.window_left is None else spec.window_left - shift
-    right = None if spec.window_right is None else spec.window_right + shift
+    spec = spec.shifted(shift)
+    left, right = spec.window_left, spec.window_right
     if left is not None and known(left >= rows - 1):
         left = None
     if right is not None and known(right >= columns - 1):

@@ -48,15 +48,16 @@ def add_score_mod(
     if torch.compiler.is_compiling():
         return add_program(side, spec, function)
     parts = function_parts(function.program, dtype_name(function.dtype))
-    sizes = q.shape[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1, q.shape[-2]
-    if parts is None or not _taken_apart(parts, function, side, spec, q, sizes):
+    batch = q.shape[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1
+    sizes = dict(zip(INPUTS[1:], (batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k)))
+    if parts is None or not _can_be_arguments(parts, function, side, spec, q, sizes):
         return add_program(side, spec, function)
     if parts.softcap:
         spec = spec._replace(softcap=parts.softcap)
     if parts.slopes is not None:
-        side = side._replace(alibi_slopes=_slopes(parts.slopes, function, q.device, sizes))
+        side = side._replace(alibi_slopes=_slopes(parts.slopes, function, q.device, batch, q.shape[-2]))
     if parts.bias is not None:
-        side = side._replace(bias=_bias(parts.bias, function, side, sizes))
+        side = side._replace(bias=_bias(parts.bias, function, sizes))
     rest = tuple(function.captured[number] for number in parts.captured)
     return add_program(side, spec, function._replace(program=parts.rest, captured=rest))
 
@@ -77,68 +78,51 @@ def check_derivative(side: SideInputs, spec: AttentionSpec, q: Tensor, k: Tensor
         derivative(spec.score_program, score_dtype(q), of_score_alone=not of_captured)
 
 
-def _taken_apart(
-    parts: Parts, function: ScoreFunction, side: SideInputs, spec: AttentionSpec, q: Tensor, sizes: tuple[int, int]
+def _can_be_arguments(
+    parts: Parts, function: ScoreFunction, side: SideInputs, spec: AttentionSpec, q: Tensor, sizes: dict[str, int]
 ) -> bool:
-    """Whether none of the arguments is given that parts need, and they mean what the function does. `sizes`: batch
-    entries, or sequences, and heads."""
-    if parts.softcap and spec.softcap:
+    """Whether the call has none of the arguments that parts become, and they mean what the function does. `sizes`: how
+    far each index of the function counts."""
+    slopes, bias = parts.slopes, parts.bias
+    if (parts.softcap and spec.softcap) or (slopes and side.by_distance) or (bias and side.bias is not None):
         return False
-    if parts.slopes is not None and (side.by_distance or not _counts_from_last(parts.slopes, side, spec)):
-        return False
-    if parts.bias is None:
+    if slopes is not None:
+        # ALiBi's distance counts from the last query and key.
+        same_lengths = side.cu_seqlens_q is side.cu_seqlens_k and (
+            side.packed or known(side.max_seqlen_q == side.max_seqlen_k)
+        )
+        no_later_key = spec.window_right is not None and spec.window_right <= 0
+        if not same_lengths or (slopes.below_diagonal and not no_later_key):
+            return False
+    if bias is None:
         return True
-    return side.bias is None and side.cu_seqlens_q is None and _is_bias(parts.bias, function, side, q, sizes)
+    tensor = function.captured[bias.captured]
+    has_all = all(known(size >= sizes[index]) for size, index in zip(tensor.shape, bias.indices))
+    return not side.packed and tensor.dtype in (out_dtype(q.dtype), function.dtype) and has_all
 
 
-def _counts_from_last(slopes: Slopes, side: SideInputs, spec: AttentionSpec) -> bool:
-    """Whether the distance of a function is ALiBi's, which counts from the last query and key."""
-    if side.cu_seqlens_q is None:
-        same_lengths = known(side.max_seqlen_q == side.max_seqlen_k)
-    else:
-        same_lengths = side.cu_seqlens_q is side.cu_seqlens_k
-    no_later_key = spec.window_right is not None and spec.window_right <= 0
-    return same_lengths and (no_later_key or not slopes.below_diagonal)
-
-
-def _is_bias(table: Table, function: ScoreFunction, side: SideInputs, q: Tensor, sizes: tuple[int, int]) -> bool:
-    """Whether a tensor that a function reads can be a bias: of its dtypes, and with an entry for each index."""
-    tensor = function.captured[table.captured]
-    if tensor.dtype not in (out_dtype(q.dtype), function.dtype):
-        return False
-    needed = _sizes_by_index(side, sizes)
-    return all(known(size >= needed[index]) for size, index in zip(tensor.shape, table.indices))
-
-
-def _slopes(slopes: Slopes, function: ScoreFunction, device: torch.device, sizes: tuple[int, int]) -> Tensor:
+def _slopes(slopes: Slopes, function: ScoreFunction, device: torch.device, batch: int, heads: int) -> Tensor:
     """`[heads]`, or `[batch, heads]`."""
     captured = [function.captured[number] for number in slopes.captured]
-    batch, heads = sizes if slopes.by_batch else (1, sizes[1])
     program = parse(slopes.program)
     steps = [(step.operation, step.arguments) for step in program.steps]
     if steps == [(LOAD, (0, _HEAD))] and captured[0].shape == (heads,) and captured[0].dtype is function.dtype:
         return captured[0]
-    of_batch = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    of_batch = torch.arange(batch if slopes.by_batch else 1, dtype=torch.int32, device=device)[:, None]
     of_head = torch.arange(heads, dtype=torch.int32, device=device)[None]
-    no_score = torch.zeros(batch, heads, dtype=function.dtype, device=device)
+    no_score = torch.zeros(len(of_batch), heads, dtype=function.dtype, device=device)
     inputs = dict(zip(INPUTS, (no_score, of_batch, of_head, of_batch, of_batch)))
     found = apply(program, inputs, captured).to(function.dtype)
     return found if slopes.by_batch else found[0]
 
 
-def _bias(table: Table, function: ScoreFunction, side: SideInputs, sizes: tuple[int, int]) -> Tensor:
+def _bias(table: Table, function: ScoreFunction, sizes: dict[str, int]) -> Tensor:
     """`[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`, a view of the tensor."""
-    needed = _sizes_by_index(side, sizes)
-    order = sorted(range(len(table.indices)), key=lambda dimension: list(needed).index(table.indices[dimension]))
+    order = sorted(range(len(table.indices)), key=lambda dimension: list(sizes).index(table.indices[dimension]))
     found = function.captured[table.captured].permute(order)
-    for dimension, (index, size) in enumerate(needed.items()):
+    for dimension, (index, size) in enumerate(sizes.items()):
         found = found.narrow(dimension, 0, size) if index in table.indices else found.unsqueeze(dimension)
     return found
-
-
-def _sizes_by_index(side: SideInputs, sizes: tuple[int, int]) -> dict[str, int]:
-    """How far each index of a function counts."""
-    return dict(zip(INPUTS[1:], (*sizes, side.max_seqlen_q, side.max_seqlen_k)))
 
 
 class Slopes(NamedTuple):
@@ -241,15 +225,10 @@ class _Expression:
         if step is None or step.dtype != dtype:
             return None
         first, second = step.arguments
-        if _SCORE in self.argument_inputs([first]) and _SCORE not in self.argument_inputs([second]):
+        by_score = [_SCORE in self.argument_inputs([each]) for each in step.arguments]
+        if by_score == [True, False]:
             return first, second, -1 if step.name == "sub" else 1
-        if (
-            step.name == "add"
-            and _SCORE in self.argument_inputs([second])
-            and _SCORE not in self.argument_inputs([first])
-        ):
-            return second, first, 1
-        return None
+        return (second, first, 1) if by_score == [False, True] and step.name == "add" else None
 
     def softcap_in(self, name: str) -> float:
         """The cap, if a value is `cap · tanh(score / cap)`; else 0."""

@@ -97,6 +97,12 @@ class AttentionSpec(NamedTuple):
         """Whether visibility depends on the distance from the diagonal."""
         return self.window_left is not None or self.window_right is not None
 
+    def shifted(self, keys: int) -> AttentionSpec:
+        """The same band, moved right by so many keys."""
+        left, right = self.window_left, self.window_right
+        left, right = None if left is None else left - keys, None if right is None else right + keys
+        return self._replace(window_left=left, window_right=right)
+
 
 class HasShape(Protocol):
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds, ScoreWriter, UnsupportedOperationError
-from flashtile.ops.attention.score_program import INPUTS, LOAD, UPSTREAM, is_value, parse
+from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, is_value, named_steps, parse
 from flashtile.ops.attention.score_tracing import derivative
 
 _SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
@@ -179,19 +179,17 @@ def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
     """The dtypes of what a function reads for each score, which Triton loads ahead as it does a bias."""
     if text is None:
         return ()
-    program = parse(text)
-    writer, both = ScoreWriter(program), {_Q_INDEX, _K_INDEX}
-    reads = [step for step in program.steps if step.operation == LOAD]
-    tiles = [step for step in reads if both <= frozenset().union(*map(writer.argument_inputs, step.arguments[1:]))]
-    return tuple(getattr(torch, step.dtype) for step in tiles)
+    program, both = parse(text), {_Q_INDEX, _K_INDEX}
+    inputs = program.value_inputs
+    return tuple(getattr(torch, step.dtype) for name, step in program.loads if both <= inputs[name])
 
 
 @functools.lru_cache(maxsize=1024)
 def reads_by_key(text: str) -> bool:
     """Whether a function reads entries of captured tensors that differ from key to key."""
     program = parse(text)
-    writer = ScoreWriter(program)
-    return any(_K_INDEX in writer.argument_inputs(name) for name, _ in program.loads)
+    inputs = program.value_inputs
+    return any(_K_INDEX in inputs[name] for name, _ in program.loads)
 
 
 #: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
@@ -213,12 +211,11 @@ def tile_values(text: str | None) -> tuple[torch.dtype, ...]:
 def tile_steps(text: str) -> int:
     """How many steps of a function are computed for each score: those that the score or both indices have a part in."""
     program = parse(text)
-    writer = ScoreWriter(program)
-    inputs = [writer.argument_inputs(f"%{number}") for number in range(len(program.steps))]
+    inputs = program.value_inputs
     return sum(
         _MANY_STEPS.get(step.name, 1)
-        for step, each in zip(program.steps, inputs)
-        if _SCORE in each or {_Q_INDEX, _K_INDEX} <= each
+        for name, step in named_steps(program.steps).items()
+        if _SCORE in inputs[name] or {_Q_INDEX, _K_INDEX} <= inputs[name]
     )
 
 
