@@ -87,16 +87,13 @@ def block_modifiers(
     changes = side.bias, side.alibi_slopes, side.mask, side.block_lists, spec.score_program
     if not spec.softcap and all(change is None for change in changes):
         return None
-    slopes = side.alibi_slopes
-    if slopes is not None:
-        slopes = _slopes_view(block, slopes)
     return Modifiers(
         spec.softcap * LOG2E,
         None if spec.score_program is None else _block_function(block, side, spec.score_program),
         None if side.bias is None else scores_view(block, side.bias),
-        slopes,
+        None if side.alibi_slopes is None else scores_view(block, slopes_table(side.alibi_slopes)),
         None if side.mask is None else scores_view(block, side.mask),
-        None if tile_mask is None else tile_mask._replace(kinds=_kinds_view(block, tile_mask.kinds)),
+        None if tile_mask is None else tile_mask._replace(kinds=scores_view(block, tile_mask.kinds)),
     )
 
 
@@ -108,37 +105,19 @@ def _block_function(block: Block, side: SideInputs, text: str) -> FunctionOfBloc
 
 
 def scores_view(block: Block, tensor: Tensor) -> Tensor:
-    """The block's part of what broadcasts to the scores: `[B | 1, H | 1, ...]` to `[b | 1, h | 1, G | 1, ...]`."""
+    """The block's part of what broadcasts to the scores: `[B | 1, H | 1, ...]` to `[b | 1, h | 1, G | 1, ...]`, B batch
+    entries or packed sequences."""
     if tensor.shape[0] > 1:
-        tensor = tensor[block.batches]
-    if tensor.shape[1] == 1:
-        return tensor.unsqueeze(2)
-    return tensor[:, block.heads].unflatten(1, (-1, block.group))
+        tensor = tensor[sequences(block)]
+    return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor[:, block.heads].unflatten(1, (-1, block.group))
 
 
-def _slopes_view(block: Block, slopes: Tensor) -> Tensor:
-    """`[H]` or `[sequences, H]` to `[b | 1, h, G, 1, 1]`."""
-    return _part_slopes(block, slopes)[:, block.heads].unflatten(1, (-1, block.group))[..., None, None]
+def slopes_table(slopes: Tensor) -> Tensor:
+    """ALiBi's slopes, `[H]` or `[B, H]`, as a table for scores, `[B | 1, H, 1, 1]`."""
+    return (slopes if slopes.dim() == 2 else slopes[None])[..., None, None]
 
 
-def segment_slopes(segment: Segment, side: SideInputs) -> Tensor | None:
-    """ALiBi's slopes of a segment, `[b | 1, H, 1, 1]`; None without them."""
-    return None if side.alibi_slopes is None else _part_slopes(segment, side.alibi_slopes)[..., None, None]
-
-
-def _part_slopes(part: Block | Segment, slopes: Tensor) -> Tensor:
-    """`[H]` or `[sequences, H]` to `[b | 1, H]`."""
-    return slopes[_sequences(part)] if slopes.dim() == 2 else slopes[None]
-
-
-def _kinds_view(block: Block, kinds: Tensor) -> Tensor:
-    """`[sequences | 1, H | 1, tiles_q, tiles_k]` to `[b | 1, h | 1, G | 1, tiles_q, tiles_k]`."""
-    if kinds.shape[0] > 1:
-        kinds = kinds[_sequences(block)]
-    return kinds.unsqueeze(2) if kinds.shape[1] == 1 else kinds[:, block.heads].unflatten(1, (-1, block.group))
-
-
-def _sequences(part: Block | Segment) -> slice:
+def sequences(part: Block | Segment) -> slice:
     """The batch entries of a block or a segment, or its packed sequence, among those of the call."""
     return slice(part.sequence, part.sequence + part.batches.stop - part.batches.start)
 
@@ -290,7 +269,7 @@ class SideGradients:
             target = part(scores_view(block, self.bias), inner_rows, inner_keys)
             target.add_(inner.sum_to_size(target.shape), alpha=factor)
         if self.alibi_slopes is not None:
-            target = _slopes_view(block, self.alibi_slopes)
+            target = scores_view(block, slopes_table(self.alibi_slopes))
             away = distances(diagonals(block.diagonal, rows, dscores.dtype), keys)
             along = (by_head * away).sum_to_size(target.shape)
             target.sub_(along, alpha=factor)
