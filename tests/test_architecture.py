@@ -73,7 +73,7 @@ WITHIN_OPERATION = _by_name("""
     spec:
     tile_lists:
     mask_sources: tile_lists
-    intervals: mask_sources tile_lists
+    intervals: mask_sources score_program score_symbols tile_lists
     block_mask: intervals mask_sources spec tile_lists
     patterns: block_mask intervals mask_sources tile_lists
     score_program:

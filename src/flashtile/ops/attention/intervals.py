@@ -1,9 +1,9 @@
 """Interval arithmetic: bounds of mask functions for whole tiles, and of what score functions index tensors by.
 
-`tile_bounds` evaluates a function once for all tiles: each scalar is then the least and the greatest number that it
-takes within a tile. Most tiles of a long mask are therefore known to be empty or full before any pair is looked at.
-The result of an operation without a rule may be anything, which costs time and changes no result. `operation_range`
-applies one rule, for programs whose steps name PyTorch's operations.
+A mask function is traced into a program, as a score function is, and the program evaluated once for all tiles: each
+value is then the least and the greatest number that it takes within a tile. Most tiles of a long mask are therefore
+known to be empty or full before any pair is looked at. The result of an operation without a rule may be anything, and
+so may that of a function that cannot be traced, which costs time and changes no result.
 
 Reference:
     Moore, "Interval Analysis" (1966).
@@ -11,16 +11,26 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.mask_sources import READING, Predicate, on_device
+from flashtile.ops.attention.mask_sources import Predicate, on_device
+from flashtile.ops.attention.score_program import (
+    CAST,
+    CONSTANT,
+    INPUTS,
+    LOAD,
+    ScoreProgram,
+    Step,
+    is_value,
+    named_steps,
+)
+from flashtile.ops.attention.score_symbols import Capturing, Recorder
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
 
 #: Entries of a looked-up tensor of which only the least and the greatest are kept.
@@ -29,36 +39,15 @@ _ENTRIES_TOGETHER = 16
 
 def tile_bounds(predicate: Predicate) -> Callable[[Tiles], Bounds]:
     """Returns a function that bounds all pairs of a tile at once, by interval arithmetic."""
-    tables: dict[tuple[int, int], _Extremes] = {}
+    traced = functools.cache(functools.partial(_Traced.of, predicate))
 
     def bounds(tiles: Tiles) -> Bounds:
-        indices = (
-            Interval.of(Range(tiles.batch, tiles.batch)),
-            Interval.of(Range(tiles.head, tiles.head)),
-            Interval.of(Range(tiles.first_q, tiles.last_q)),
-            Interval.of(Range(tiles.first_k, tiles.last_k)),
-        )
-        try:
-            with _IntervalArithmetic(tables, tiles.batch.device):
-                visible = predicate(*indices)
-        except (_NotBoundedError, OverflowError, RuntimeError, TypeError):
-            # PyTorch refuses some operations, such as subtracting a bool from a tensor, that `torch.vmap` serves. If
-            # that refuses too, the error comes when pairs are looked at.
-            visible = Interval.of(None)
-        known = _truth(_argument_range(visible))
-        return Bounds(*(on_device(end, tiles.batch.device) for end in (known.most, known.least)))
+        device = tiles.batch.device
+        function = traced(device)
+        known = _truth(None if function is None else function.range(tiles))
+        return Bounds(*(on_device(end, device) for end in (known.most, known.least)))
 
     return bounds
-
-
-def operation_range(name: str, arguments: Sequence[Range | None]) -> Range | None:
-    """The range of the result of an operation of PyTorch, such as "add"; None where nothing is known."""
-    rule = _RULES.get((name, len(arguments)))
-    return None if rule is None else rule(*arguments)
-
-
-class _NotBoundedError(Exception):
-    """The function does what has no meaning for intervals."""
 
 
 class Range(NamedTuple):
@@ -72,31 +61,21 @@ class Range(NamedTuple):
         return self.least is self.most
 
 
-class Interval(Tensor):
-    """A scalar of a mask function, of which it is known in which range its values lie; None = anything."""
-
-    range: Range | None
-
-    @classmethod
-    def of(cls, known: Range | None) -> Interval:
-        dtype = device = None
-        if known is not None:
-            dtype, device = known.least.dtype, known.least.device
-        interval = Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device=device))
-        interval.range = known
-        return interval
+def number_range(given: Any) -> Range | None:
+    """The range of an argument of a step that names no value; None where it is no number."""
+    return Range(given, given) if isinstance(given, (bool, int, float)) and given == given else None
 
 
-def _argument_range(value: object) -> Range | None:
-    """The range of an argument: of a captured scalar, its value. None where nothing is known."""
-    if isinstance(value, Interval):
-        return value.range
-    if isinstance(value, Tensor):
-        if value.dim():
-            return None
-        value = value.reshape(1, 1)  # with dimensions, as those of tiles have: PyTorch's promotion asks for them
-        return Range(value, value)
-    return Range(value, value) if isinstance(value, (bool, int, float)) and value == value else None
+def operation_range(step: Step, arguments: Sequence[Range | None]) -> Range | None:
+    """The range of the result of an operation of PyTorch; None where nothing is known."""
+    given = [known for known, argument in zip(arguments, step.arguments) if argument is not None]  # a bound of clamp
+    name = "clamp_max" if step.name == "clamp" and step.arguments[1] is None else step.name
+    rule = _RULES.get((name, len(given), *(keyword for keyword, _ in step.keywords)))
+    try:
+        return None if rule is None else rule(*given, **dict(step.keywords))
+    except (OverflowError, RuntimeError):
+        # PyTorch refuses some operations, such as subtracting a bool from a tensor, that `torch.vmap` serves.
+        return None
 
 
 def _truth(known: Range | None) -> Range:
@@ -104,58 +83,58 @@ def _truth(known: Range | None) -> Range:
     return Range(False, True) if known is None else known
 
 
-class _IntervalArithmetic(TorchFunctionMode):
-    """Under it, operations take and return `Interval`s."""
+class _Traced(NamedTuple):
+    """A mask function as a program. `tables`: what is known of `captured` tensors that were looked up."""
 
-    def __init__(self, tables: dict[tuple[int, int], _Extremes], device: torch.device):
-        """`tables`: what is known of tensors that were looked up. `device`: of the tiles."""
-        super().__init__()
-        self._tables, self._device = tables, device
+    program: ScoreProgram
+    captured: list[Tensor]
+    tables: dict[tuple[int, int], _Extremes]
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not any(isinstance(leaf, Interval) for leaf in pytree.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "__getitem__":
-            return Interval.of(self._looked_up(*args))
-        if isinstance(args[0], Interval) and args[0].range is not None:
-            plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            if name == "__get__" and func.__self__.__name__ in _FACTS:
-                return func(plain)
-            if name in _CONSTANTS:
-                return Interval.of(_argument_range(func(plain, *args[1:], **kwargs)))
-        if name in _NEVER or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
-            raise _NotBoundedError(name)
-        rule = _RULES.get((name, len(args), *kwargs))
-        if rule is None:
-            return Interval.of(None)
-        given = (entry if isinstance(entry, (torch.dtype, str)) else _argument_range(entry) for entry in args)
-        return Interval.of(_without_nan(self._in_tensors(rule(*given, **kwargs))))
+    @classmethod
+    def of(cls, predicate: Predicate, device: torch.device) -> _Traced | None:
+        """None for a function that does more than elementwise operations on scalars and look-ups."""
+        recorder = Recorder(device)
+        indices = [recorder.input(name, torch.int64) for name in INPUTS[1:]]
+        try:
+            with torch._C._DisableAutocast(), Capturing(recorder):
+                visible = recorder.scalar(predicate(*indices))
+        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None  # if `torch.vmap` refuses it too, the error comes when pairs are looked at
+        return None if visible.value is None else cls(recorder.program([visible.value])[0], recorder.captured, {})
 
-    def _in_tensors(self, known: Range | None) -> Range | None:
-        """A range whose ends are tensors: of two bools of which nothing is known, `&` and `|` make one of numbers."""
-        if known is None or isinstance(known.least, Tensor):
-            return known
-        least = torch.full((1, 1), known.least, device=self._device)
-        return Range(least, least if known.exact else torch.full((1, 1), known.most, device=self._device))
+    def range(self, tiles: Tiles) -> Range | None:
+        """The range of the result in some tiles; None where nothing is known."""
+        ends = (tiles.batch,) * 2, (tiles.head,) * 2, (tiles.first_q, tiles.last_q), (tiles.first_k, tiles.last_k)
+        known: dict[str, Range | None] = {name: Range(*pair) for name, pair in zip(INPUTS[1:], ends)}
+        for name, step in named_steps(self.program.steps).items():
+            given = [known[each] if is_value(each) else number_range(each) for each in step.arguments]
+            known[name] = _without_nan(_in_tensors(self._step(step, given, tiles.batch.device), tiles.batch.device))
+        return known[self.program.results[0]]
 
-    def _looked_up(self, table: Tensor, index: object) -> Range | None:
-        """The range of `table[index]`, of which one index may be a range."""
-        indices = [_argument_range(entry) for entry in (index if isinstance(index, tuple) else (index,))]
-        if isinstance(table, Interval) or table.dtype not in _TABLE_DTYPES or table.numel() == 0:
-            return None
-        if len(indices) != table.dim() or any(entry is None for entry in indices):
-            return None
+    def _step(self, step: Step, given: Sequence[Range | None], device: torch.device) -> Range | None:
+        if step.operation == LOAD:
+            return self._looked_up(step.arguments[0], given[1:])
+        dtype = getattr(torch, step.dtype)
+        if step.operation == CONSTANT:
+            value = torch.full((1, 1), step.arguments[0], dtype=dtype, device=device)
+            return Range(value, value)
+        return _cast(dtype)(given[0]) if step.operation == CAST else operation_range(step, given)
+
+    def _looked_up(self, number: int, indices: Sequence[Range | None]) -> Range | None:
+        """The range of an entry of a captured tensor, of which one index may be a range."""
+        table = self.captured[number]
+        if not indices:
+            value = table.reshape(1, 1)  # with dimensions, as those of tiles have: PyTorch's promotion asks for them
+            return Range(value, value)
         known = [entry for entry in indices if entry is not None]
         ranging = [place for place, entry in enumerate(known) if not entry.exact]
-        if len(ranging) > 1:
+        if table.numel() == 0 or len(known) < len(indices) or len(ranging) > 1:
             return None
         place = ranging[0] if ranging else table.dim() - 1
-        if (id(table), place) not in self._tables:
-            self._tables[id(table), place] = _Extremes.of(table, place)
-        others = [entry.least for number, entry in enumerate(known) if number != place]
-        return _without_nan(self._tables[id(table), place].within(others, known[place]))
+        if (number, place) not in self.tables:
+            self.tables[number, place] = _Extremes.of(table, place)
+        others = [entry.least for at, entry in enumerate(known) if at != place]
+        return self.tables[number, place].within(others, known[place])
 
 
 class _Extremes(NamedTuple):
@@ -200,6 +179,14 @@ class _Extremes(NamedTuple):
         ends = (level, *others, first), (level, *others, second)
         least = _smaller(*(self.least[end] for end in ends))
         return Range(least, _larger(*(self.most[end] for end in ends)))
+
+
+def _in_tensors(known: Range | None, device: torch.device) -> Range | None:
+    """A range whose ends are tensors: of two bools of which nothing is known, `&` and `|` make one of numbers."""
+    if known is None or isinstance(known.least, Tensor):
+        return known
+    least = torch.full((1, 1), known.least, device=device)
+    return Range(least, least if known.exact else torch.full((1, 1), known.most, device=device))
 
 
 def _smaller(first: Any, second: Any) -> Any:
@@ -356,10 +343,6 @@ def _where(condition: Range | None, a: Range | None, b: Range | None) -> Range |
     return Range(least, most)
 
 
-def _converted(a: Range | None, dtype: object) -> Range | None:
-    return None if not isinstance(dtype, torch.dtype) or dtype not in _TABLE_DTYPES else _cast(dtype)(a)
-
-
 def _cast(dtype: torch.dtype) -> Callable[[Range | None], Range | None]:
     def rule(a: Range | None) -> Range | None:
         if a is None:
@@ -376,49 +359,38 @@ def _cast(dtype: torch.dtype) -> Callable[[Range | None], Range | None]:
     return rule
 
 
-_TABLE_DTYPES = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
-
 _Rule = Callable[..., Range | None]
 
-#: The rules by number of arguments and the names that PyTorch's functions, methods and operators have.
+#: The rules by number of arguments and the names of PyTorch's operations.
 _RULES_OF_NAMES: dict[int, dict[_Rule, str]] = {
     1: {
-        _monotone(lambda a: -a): "neg negative __neg__",
-        _absolute: "abs absolute __abs__",
+        _monotone(lambda a: -a): "neg",
+        _absolute: "abs",
+        _not: "logical_not bitwise_not",
         lambda a: _multiply(_absolute(a), _absolute(a)): "square",
-        _not: "logical_not bitwise_not __invert__",
-        _cast(torch.int64): "long",
-        _cast(torch.int32): "int",
-        _cast(torch.float32): "float",
-        _cast(torch.float64): "double",
-        _cast(torch.bool): "bool",
     },
     2: {
-        _monotone(lambda a, b: a + b): "add __add__ __radd__",
-        _subtract: "sub subtract __sub__",
-        _swapped(_subtract): "rsub __rsub__",
-        _multiply: "mul multiply __mul__ __rmul__",
-        _floor_divide: "floor_divide __floordiv__",
-        _remainder: "remainder __mod__",
-        _divide: "div divide true_divide __truediv__",
+        _monotone(lambda a, b: a + b): "add",
+        _subtract: "sub",
+        _swapped(_subtract): "rsub",
+        _multiply: "mul",
+        _floor_divide: "floor_divide",
+        _remainder: "remainder",
+        _divide: "div true_divide",
         _monotone(_smaller): "minimum clamp_max",
-        _monotone(_larger): "maximum clamp_min",
-        _less: "lt less __lt__",
-        _less_or_equal: "le less_equal __le__",
-        _swapped(_less): "gt greater __gt__",
-        _swapped(_less_or_equal): "ge greater_equal __ge__",
-        _equal: "eq __eq__",
-        lambda a, b: _not(_equal(a, b)): "ne not_equal __ne__",
-        _logical(operator.and_): "logical_and bitwise_and __and__ __rand__",
-        _logical(operator.or_): "logical_or bitwise_or __or__ __ror__",
-        _converted: "to",
+        _monotone(_larger): "maximum clamp_min clamp",
+        _less: "lt",
+        _less_or_equal: "le",
+        _swapped(_less): "gt",
+        _swapped(_less_or_equal): "ge",
+        _equal: "eq",
+        lambda a, b: _not(_equal(a, b)): "ne",
+        _logical(operator.and_): "logical_and bitwise_and",
+        _logical(operator.or_): "logical_or bitwise_or",
     },
     3: {
         _where: "where",
-        lambda a, least, most: _monotone(_smaller)(_monotone(_larger)(a, least), most): "clamp clip",
+        lambda a, least, most: _monotone(_smaller)(_monotone(_larger)(a, least), most): "clamp",
     },
 }
 _RULES: dict[tuple, _Rule] = {
@@ -428,17 +400,3 @@ _RULES: dict[tuple, _Rule] = {
     for name in names.split()
 }
 _RULES["div", 2, "rounding_mode"] = _divide
-_RULES["clamp", 1, "min"] = lambda a, min: _monotone(_larger)(a, _argument_range(min))
-_RULES["clamp", 1, "max"] = lambda a, max: _monotone(_smaller)(a, _argument_range(max))
-
-#: Attributes that do not depend on the value of a scalar, and functions that take dtype and device from it alone.
-_FACTS = {"device", "dtype", "shape", "ndim", "requires_grad"}
-_CONSTANTS = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"}
-
-#: Functions that read a scalar on the host, look at its memory, or change it.
-_NEVER = {
-    *READING,
-    *("__len__", "__iter__", "__contains__", "__get__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__"),
-    *("__ior__", "__ixor__", "__ifloordiv__", "__imod__", "__itruediv__", "__ipow__", "__ilshift__", "__irshift__"),
-    "data_ptr",
-}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.intervals import Range, operation_range
+from flashtile.ops.attention.intervals import Range, number_range, operation_range
 from flashtile.ops.attention.score_program import (
     CAST,
     CONSTANT,
@@ -51,8 +51,8 @@ def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, tuple[int, i
     for name, step in named_steps(program.steps).items():
         if step.dtype not in ("int32", "int64") or step.keywords:
             continue
-        given = [known.get(each) if is_value(each) else _number(each) for each in step.arguments]
-        found = given[0] if step.operation in (CONSTANT, CAST) else operation_range(step.name, given)
+        given = [known.get(each) if is_value(each) else number_range(each) for each in step.arguments]
+        found = given[0] if step.operation in (CONSTANT, CAST) else operation_range(step, given)
         if found is not None and -_LARGEST <= found.least and found.most <= _LARGEST:
             known[name] = found
     return {name: (int(of.least), int(of.most)) for name, of in known.items()}
@@ -60,10 +60,6 @@ def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, tuple[int, i
 
 def _tensor(number: int) -> Tensor:
     return torch.full((1, 1), number, dtype=torch.int32, device="cpu")
-
-
-def _number(given: Any) -> Range | None:
-    return Range(given, given) if type(given) is int else None
 
 
 _TYPES = {
