@@ -91,7 +91,7 @@ def block_modifiers(
         spec.softcap * LOG2E,
         None if spec.score_program is None else _block_function(block, side, spec.score_program),
         None if side.bias is None else scores_view(block, side.bias),
-        None if side.alibi_slopes is None else scores_view(block, slopes_table(side.alibi_slopes)),
+        None if side.alibi_slopes is None else scores_view(block, _as_table(side.alibi_slopes)),
         None if side.mask is None else scores_view(block, side.mask),
         None if tile_mask is None else tile_mask._replace(kinds=scores_view(block, tile_mask.kinds)),
     )
@@ -108,16 +108,24 @@ def scores_view(block: Block, tensor: Tensor) -> Tensor:
     """The block's part of what broadcasts to the scores: `[B | 1, H | 1, ...]` to `[b | 1, h | 1, G | 1, ...]`, B batch
     entries or packed sequences."""
     if tensor.shape[0] > 1:
-        tensor = tensor[sequences(block)]
+        tensor = tensor[_sequences(block)]
     return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor[:, block.heads].unflatten(1, (-1, block.group))
 
 
-def slopes_table(slopes: Tensor) -> Tensor:
-    """ALiBi's slopes, `[H]` or `[B, H]`, as a table for scores, `[B | 1, H, 1, 1]`."""
+def _as_table(slopes: Tensor) -> Tensor:
+    """ALiBi's slopes, `[H]` or `[B, H]`, as what broadcasts to the scores, `[B | 1, H, 1, 1]`."""
     return (slopes if slopes.dim() == 2 else slopes[None])[..., None, None]
 
 
-def sequences(part: Block | Segment) -> slice:
+def segment_slopes(segment: Segment, side: SideInputs) -> Tensor | None:
+    """ALiBi's slopes of a segment, `[b | 1, H, 1, 1]`; None without them."""
+    if side.alibi_slopes is None:
+        return None
+    table = _as_table(side.alibi_slopes)
+    return table[_sequences(segment)] if len(table) > 1 else table
+
+
+def _sequences(part: Block | Segment) -> slice:
     """The batch entries of a block or a segment, or its packed sequence, among those of the call."""
     return slice(part.sequence, part.sequence + part.batches.stop - part.batches.start)
 
@@ -269,7 +277,7 @@ class SideGradients:
             target = part(scores_view(block, self.bias), inner_rows, inner_keys)
             target.add_(inner.sum_to_size(target.shape), alpha=factor)
         if self.alibi_slopes is not None:
-            target = scores_view(block, slopes_table(self.alibi_slopes))
+            target = scores_view(block, _as_table(self.alibi_slopes))
             away = distances(diagonals(block.diagonal, rows, dscores.dtype), keys)
             along = (by_head * away).sum_to_size(target.shape)
             target.sub_(along, alpha=factor)

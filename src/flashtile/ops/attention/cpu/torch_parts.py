@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near, sequences, slopes_table
+from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near, segment_slopes
 from flashtile.ops.attention.cpu.tiles import LOG2E, Band, Segment, compute_dtype, hidden, seen_by, segments
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs
 
@@ -251,9 +251,9 @@ def _segment_changes(segment: Segment, dtype: torch.dtype, side: SideInputs, spe
     computed, lowest = compute_dtype(dtype), segment.visible.lowest
     if bias is not None and bias.dtype not in (dtype, computed):
         bias = bias.to(computed)  # that of an 8-bit call
-    slopes = side.alibi_slopes
+    slopes = segment_slopes(segment, side)
     if slopes is not None:
-        slopes = _at(slopes_table(slopes), 0, sequences(segment)).to(computed)
+        slopes = slopes.to(computed)
     diagonal = segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal)
     last_row = segment.rows.stop - segment.rows.start - 1
     windowed = lowest is not None and last_row > 0 and last_row + lowest > 0

@@ -309,7 +309,7 @@ def captured_parameters(
 ) -> dict[str, Any]:
     """Parameters of what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`, and
     `captured_sums`, where gradients of the `summed` tensors are added up, with `in_waves` and the place of the wave."""
-    tensors = {f"tensor{number}": pointer_to(_stored(of.dtype)) for number, of in enumerate(captured)}
+    tensors = {f"tensor{number}": pointer_to(stored(of.dtype)) for number, of in enumerate(captured)}
     sizes: dict[str, Parameter] = {
         f"size{number}_{dim}": (int64 if of.large else int32)(size)
         for number, of in enumerate(captured)
@@ -323,10 +323,6 @@ def captured_parameters(
         "captured_sizes": _group("CapturedSizes", sizes) if sizes else int32(None),
         "captured_sums": _group("CapturedSums", sums) if sums else ABSENT,
     }
-
-
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype is torch.bool else dtype
 
 
 def _group(name: str, fields: dict[str, Parameter]) -> tuple[Parameter, ...]:
