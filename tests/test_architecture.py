@@ -204,7 +204,7 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
         return f"say in WITHIN_OPERATION what {part!r} may import"
     if ".".join(module[2:]) == PLAN_OF_CACHES and name[3] == "hopper":
         return ""
-    if part == "select" and name[4:] in (["BACKEND"], ["invariant_tiles"]):
+    if (part, name[4:]) in (("select", ["BACKEND"]), ("api", ["invariant_tiles"])):
         return ""
     if name[3] == part or name[3] in WITHIN_OPERATION[part]:
         return ""

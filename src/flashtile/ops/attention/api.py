@@ -23,8 +23,8 @@ from flashtile.ops.attention.options import (
     resolve_call,
     resolve_dropout,
 )
-from flashtile.ops.attention.select import invariant_tiles as invariant_tiles
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, side_tensors
+from flashtile.ops.attention.triton import invariant_tiles as invariant_tiles
 from flashtile.ops.common.checks import (
     check_cu_seqlens,
     check_float_dtype,

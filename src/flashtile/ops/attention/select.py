@@ -40,7 +40,6 @@ from flashtile.ops.attention.spec import (
 )
 from flashtile.ops.attention.split import BACKEND as SPLIT
 from flashtile.ops.attention.triton import BACKEND as TRITON
-from flashtile.ops.attention.triton import invariant_tiles as invariant_tiles
 from flashtile.ops.common import watch
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
 
