@@ -58,7 +58,7 @@ WITHIN_OPERATION = _by_name("""
     checks: block_mask rows spec
     pytorch: api block_mask checks options score_tracing spec
     partial: block_mask checks operator options score_arguments score_program score_tracing spec tile_lists
-    repeated: block_mask call checks philox rows score_tracing select spec
+    repeated: block_mask call checks operator philox rows score_tracing select spec
     operator: checks cpu hopper philox reference repeated row_weights rows score_program select spec triton
     select: call checks score_program spec
     row_weights: block_mask call philox reference score_program score_tracing spec

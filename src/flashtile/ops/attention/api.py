@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.operator import run_attention, run_repeated
+from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
@@ -171,7 +171,7 @@ def attention(
         key, given, present = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
     if key is not None and (call := repeated.found(key, q, k, v, present)) is not None:
         out_only = not (return_lse or return_max_scores)
-        return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
+        return _returned(call.run(q, k, v, present, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     options = Taken(
         causal=causal, align=align, window=window, scale=scale, key_lengths=key_lengths, softcap=softcap, bias=bias,
@@ -198,7 +198,7 @@ def _first_call(
     if call is not None:
         aux = [tensor for tensor in side_tensors(side) if tensor is not None]
         out_only = not (options.return_lse or options.return_max_scores)
-        results = run_repeated(q, k, v, aux, call, out_only, resolved=True)
+        results = call.run(q, k, v, aux, out_only, resolved=True)
     else:
         results = run_attention(q, k, v, side, spec, options.backend)
     return _returned(results, options.return_lse, options.return_max_scores)
@@ -322,7 +322,7 @@ def attention_varlen(
         key, given, present = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
     if key is not None and (call := repeated.found(key, q, k, v, present)) is not None:
         out_only = not (return_lse or return_max_scores)
-        return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
+        return _returned(call.run(q, k, v, present, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
     check_tensors(cu_seqlens_q=cu_seqlens_q)
     options = Taken(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.repeated import RepeatedCall
 from flashtile.ops.attention.row_weights import DifferentiableBackward, Tangents, forward_derivative
 from flashtile.ops.attention.score_program import UNCHANGED, moved
 from flashtile.ops.attention.select import serve_backward, serve_forward
@@ -92,8 +91,6 @@ _library.define(
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
 
-#: Tensors that autograd keeps of a call without side inputs; with some, all of these follow.
-_SAVED_OF_PLAIN = ("q", "k", "v", "out", "lse")
 # Gradients that a backward has of single tensors.
 _SINGLE_GRADIENTS = len(Gradients._fields) - 1
 
@@ -171,20 +168,6 @@ def _placed(
     return side, spec
 
 
-def run_repeated(
-    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], call: RepeatedCall, out_only: bool, resolved: bool = False
-) -> Tensor | tuple[Tensor, ...]:
-    """Runs a call that has a key (`repeated.call_key`), recorded by autograd where a gradient is wanted. Returns out
-    alone, or what `run_attention` does. `aux`: the tensors that it was given beside q, k and v, or if they are
-    `resolved` those of its side inputs."""
-    if not resolved and call.resolutions is not None:
-        aux = call.aux(aux, q)
-    if call.requires_grad and torch.is_grad_enabled():
-        return (_apply_repeated_out if out_only else _apply_repeated)(q, k, v, call, *aux)
-    results = call.forward(q, k, v, aux)
-    return results[0] if out_only else results
-
-
 def _asked_for(results: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
     """The results of the operator, which always has three, without the third if it was not asked for."""
     return results if spec.returns_max_scores else results[:2]
@@ -218,11 +201,9 @@ def _gradients(grads: Sequence[Tensor], of_captured: Sequence[Tensor], wanted: W
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
     """The same arguments, no tensor twice."""
-    names = [name for name, entry in zip(SideInputs._fields, side) if isinstance(entry, Tensor)]
-    tensors = q, k, v, *(getattr(side, name) for name in names), *side.captured
-    q, k, v, *entries = dispatch.distinct(tensors)  # type: ignore[assignment]
-    replaced: dict[str, Any] = {**dict(zip(names, entries)), "captured": tuple(entries[len(names) :])}
-    return q, k, v, side._replace(**replaced)
+    tensors: list[Any] = dispatch.distinct((q, k, v, *side_tensors(side)))
+    q, k, v, *aux = tensors
+    return q, k, v, saved_side(aux, (side.max_seqlen_q, side.max_seqlen_k))
 
 
 class _Attention(torch.autograd.Function):
@@ -237,18 +218,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, *of_max_scores):
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        q, k, v, out, lse, *aux = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:]
         max_seqlens, spec, backend = ctx.scalars
-        side = saved_side(saved[len(_SAVED_OF_PLAIN) :], max_seqlens)
+        side = saved_side(aux, max_seqlens)
         wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
-        grads = _recorded_gradients((dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]), side, spec, wanted, backend)
+        grads = recorded_gradients((dout, dlse, q, k, v, out, lse), side, spec, wanted, backend)
         others: list[Tensor | None] = [None] * (SPEC + 1)
         for index, grad in zip(LEARNED, grads[3:-1]):
             others[index] = grad
         return grads.q, grads.k, grads.v, *others, *grads.captured
 
 
-def _recorded_gradients(
+def recorded_gradients(
     given: Sequence[Any], side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
     """The gradients of a recorded call, however PyTorch asks for them. `given`: `BackwardInputs`, dout may be None."""
@@ -272,46 +254,8 @@ def _recorded_gradients(
     return run_backward(inputs, side, spec, wanted, backend)
 
 
-class _RepeatedAttention(torch.autograd.Function):
-    """Attention of a `RepeatedCall`, recorded for the backward pass. The side inputs that there are follow it."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, call, *aux):
-        results = call.recorded_forward(q, k, v, aux)
-        if len(results) > 2:
-            ctx.mark_non_differentiable(results[2])
-        ctx.save_for_backward(q, k, v, results[0], results[1], *aux)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    def backward(ctx, dout, dlse=None, *of_max_scores):
-        saved, call, grads = ctx.saved_tensors, ctx.call, None
-        if dout is not None and dispatch.undisturbed() and not torch.is_grad_enabled():
-            grads = call.backward(dout, dlse, saved)
-        if grads is None:
-            side = call.form.side(saved[len(_SAVED_OF_PLAIN) :])
-            given = dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]
-            grads = _recorded_gradients(given, side, call.backward_spec, call.wanted, call.backend)
-        return grads[0], grads[1], grads[2], None, *call.aux_gradients(grads)
-
-
-class _RepeatedAttentionOut(_RepeatedAttention):
-    """The same without lse, which is one output less for autograd to keep."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, call, *aux):
-        results = call.recorded_forward(q, k, v, aux)
-        ctx.save_for_backward(q, k, v, results[0], results[1], *aux)
-        ctx.call = call
-        return results[0]
-
-
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
 _apply = super(torch.autograd.Function, _Attention).apply
-_apply_repeated = super(torch.autograd.Function, _RepeatedAttention).apply
-_apply_repeated_out = super(torch.autograd.Function, _RepeatedAttentionOut).apply
 
 
 class _TransformedAttention(_Attention):

@@ -19,6 +19,7 @@ from flashtile._backends import forgetters, together
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.call import seen_call
+from flashtile.ops.attention.operator import recorded_gradients
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.select import (
     backward_plans,
@@ -268,6 +269,18 @@ class RepeatedCall:
         self.recorded_forward: Callable[..., Results] = self._first_recorded_forward
         self._backwards: tuple[Alike[Any], Alike[Any]] = [], []
 
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], out_only: bool, resolved: bool = False
+    ) -> Tensor | Results:
+        """Runs the call, recorded by autograd where a gradient is wanted. Returns out alone, or what `run_attention`
+        does. `aux`: the tensors that it was given beside q, k and v, or if they are `resolved` its side inputs."""
+        if not resolved and self.resolutions is not None:
+            aux = self.aux(aux, q)
+        if self.requires_grad and torch.is_grad_enabled():
+            return (_apply_out if out_only else _apply)(q, k, v, self, *aux)
+        results = self.forward(q, k, v, aux)
+        return results[0] if out_only else results
+
     def aux(self, present: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
         """The side inputs of a call that there are, where they are not the given tensors."""
         resolutions: tuple[Any, ...] = self.resolutions or ()
@@ -390,3 +403,43 @@ def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
     if any(one is not other for one, other in zip(given, side_tensors(readable_side(side)))):
         return False
     return all(tensor.data_ptr() % 16 == 0 for place in _READ_IN_VECTORS if (tensor := given[place]) is not None)
+
+
+class _RepeatedAttention(torch.autograd.Function):
+    """Attention of a `RepeatedCall`, recorded for the backward pass. The side inputs that there are follow it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, *aux):
+        results = call.recorded_forward(q, k, v, aux)
+        if len(results) > 2:
+            ctx.mark_non_differentiable(results[2])
+        ctx.save_for_backward(q, k, v, results[0], results[1], *aux)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None, *of_max_scores):
+        saved, call, grads = ctx.saved_tensors, ctx.call, None
+        if dout is not None and dispatch.undisturbed() and not torch.is_grad_enabled():
+            grads = call.backward(dout, dlse, saved)
+        if grads is None:
+            given, side = (dout, dlse, *saved[:5]), call.form.side(saved[5:])
+            grads = recorded_gradients(given, side, call.backward_spec, call.wanted, call.backend)
+        return grads[0], grads[1], grads[2], None, *call.aux_gradients(grads)
+
+
+class _RepeatedAttentionOut(_RepeatedAttention):
+    """The same without lse, which is one output less for autograd to keep."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, *aux):
+        results = call.recorded_forward(q, k, v, aux)
+        ctx.save_for_backward(q, k, v, results[0], results[1], *aux)
+        ctx.call = call
+        return results[0]
+
+
+#: Without what `apply` does first for `torch.func` transforms, under which no call is repeated.
+_apply = super(torch.autograd.Function, _RepeatedAttention).apply
+_apply_out = super(torch.autograd.Function, _RepeatedAttentionOut).apply
