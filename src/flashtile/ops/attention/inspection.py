@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile.ops.attention import checks, row_weights, select
-from flashtile.ops.attention.call import Call, KernelChoice, Machine, describe_call, seen_call
+from flashtile.ops.attention.call import Call, KernelChoice, Machine, current_machine, describe_call, seen_call
 from flashtile.ops.attention.operator import visited_pairs
 from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
@@ -364,9 +364,7 @@ def explain(
         spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given)
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
-    name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
-    interpreting = device_type == "cpu" and devices.interpreting()
-    machine = Machine(device_type, facts, multiprocessors, devices.triton_missing(), interpreting)
+    name, machine = _resolve_device(q.device if device is None else device)
     qkv = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     call = describe_call("forward", qkv, side, spec, given.backend, wanted_gradients(side), machine)
     choice = BACKENDS.choose(call)
@@ -392,22 +390,21 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.DeviceFacts, int]:
-    """Name, device type, facts and multiprocessors of a device or of an architecture."""
+def _resolve_device(device: torch.device | str) -> tuple[str, Machine]:
+    """Name and machine of a device or of an architecture."""
     if isinstance(device, str) and (arch := devices.architecture_named(device)) is not None:
         facts = devices.KNOWN_DEVICES[arch]
-        return arch, "cuda", facts, devices.typical_multiprocessors(facts)
+        return arch, Machine("cuda", facts, devices.typical_multiprocessors(facts), devices.triton_missing())
     try:
         found = torch.device(device)
     except RuntimeError:
         found = torch.device("meta")
     if found.type == "cuda" and torch.cuda.is_available():
         index = found.index if found.index is not None else torch.cuda.current_device()
-        here = torch.device("cuda", index)
-        facts = devices.device_facts(here)
-        return f"{torch.cuda.get_device_name(index)} ({facts.arch})", "cuda", facts, devices.multiprocessors(here)
+        machine = current_machine(torch.device("cuda", index))
+        return f"{torch.cuda.get_device_name(index)} ({machine.facts.arch})", machine
     if found.type == "cpu":
-        return "the CPU", "cpu", devices.INTERPRETER, 1
+        return "the CPU", current_machine(found)
     raise ValueError(
         f"device: expected 'cpu', a GPU that is present, the name of one that is not, such as 'h100', or one of "
         f"{', '.join(devices.KNOWN_DEVICES)}, got {device}; name the architecture of a GPU whose name is not known"
