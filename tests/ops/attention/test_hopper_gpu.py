@@ -384,7 +384,7 @@ _GROUPS: dict[str, _Calls] = {
                     (2, 8) if divides else (2,), ({}, {"window": (600, None)}), (64, 128, 256),
                 )
             ],
-            {} if divides else {"gpu.schedule._STEPS_OF_A_SUM": 2**31}, again=30,
+            {} if divides else {"gpu.tile_configs._STEPS_OF_A_SUM": 2**31}, again=30,
         )
         for divides in (False, True)
     },

@@ -19,7 +19,7 @@ if devices.triton_missing():
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.gpu.plan import PortableKernel
-from flashtile.ops.attention.gpu.schedule import choose_parts, choose_shares, longest_walk
+from flashtile.ops.attention.gpu.tile_configs import choose_parts, choose_shares, longest_walk
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from support.compilation.machine_code import Call, described, passed_by, plan, shares_of

@@ -30,6 +30,7 @@ from flashtile.ops.attention.spec import (
     Origin,
     SideInputs,
     Wanted,
+    lse_shape,
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
@@ -227,8 +228,8 @@ class Call(NamedTuple):
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """The shape of lse, as `spec.lse_shape` has it of tensors."""
-        return *self.q.shape[:-3], self.heads, self.rows_q
+        """The shape of lse."""
+        return lse_shape(self.q)
 
     @property
     def by_position(self) -> bool:

@@ -302,9 +302,9 @@ def out_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype is FP8 else dtype
 
 
-def lse_shape(q: Tensor) -> tuple[int, ...]:
+def lse_shape(q: HasShape) -> tuple[int, ...]:
     """`[batch, heads, seq_q]` for q `[batch, seq_q, heads, head_dim]`; `[heads, total_q]` for packed q."""
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return *q.shape[:-3], q.shape[-2], q.shape[-3]
 
 
 #: The dtype of lse, from that of q.

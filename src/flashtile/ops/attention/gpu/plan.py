@@ -31,7 +31,6 @@ from flashtile.ops.attention.gpu.reductions import (
     shares_kernel,
     without_shares,
 )
-from flashtile.ops.attention.gpu.schedule import key_tile_shares
 from flashtile.ops.attention.gpu.score_writer import score_bounds
 from flashtile.ops.attention.gpu.scores import slots_for, triton_derivative, triton_function
 from flashtile.ops.attention.gpu.tile_configs import (
@@ -41,6 +40,7 @@ from flashtile.ops.attention.gpu.tile_configs import (
     drops_bounds,
     drops_masks,
     kernel_tiles,
+    key_tile_shares,
     tile_key_for,
     tile_widths,
 )

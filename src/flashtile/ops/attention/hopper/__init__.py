@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
-from flashtile.ops.attention.gpu.schedule import SHORT, length_class
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
-from flashtile.ops.attention.gpu.tile_configs import describe_kernel, kernel_tiles
+from flashtile.ops.attention.gpu.tile_configs import SHORT, describe_kernel, kernel_tiles, length_class
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import separate_configs as float32_configs
 from flashtile.ops.attention.hopper.backward_configs import dq_epilogue

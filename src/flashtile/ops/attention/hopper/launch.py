@@ -30,7 +30,7 @@ from flashtile.ops.attention.gpu.reductions import (
     gradients_without_keys,
     lse_without_keys,
 )
-from flashtile.ops.attention.gpu.schedule import key_tile_shares
+from flashtile.ops.attention.gpu.tile_configs import key_tile_shares
 from flashtile.ops.attention.hopper.backward import main_kernel
 from flashtile.ops.attention.hopper.backward_configs import bias_gradient_by, padded_strides
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS, gl, gluon
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.schedule import choose_parts, choose_shares, longest_walk
+from flashtile.ops.attention.gpu.tile_configs import choose_parts, choose_shares, longest_walk
 from flashtile.ops.attention.hopper.backward_configs import (
     BYTES_OF_A_COLUMN,
     BackwardConfig,
