@@ -68,7 +68,8 @@ def number_range(given: Any) -> Range | None:
 
 def operation_range(step: Step, arguments: Sequence[Range | None]) -> Range | None:
     """The range of the result of an operation of PyTorch; None where nothing is known."""
-    given = [known for known, argument in zip(arguments, step.arguments) if argument is not None]  # a bound of clamp
+    # PyTorch writes None for a bound that clamp does not have.
+    given = [known for known, argument in zip(arguments, step.arguments) if argument is not None]
     name = "clamp_max" if step.name == "clamp" and step.arguments[1] is None else step.name
     rule = _RULES.get((name, len(given), *(keyword for keyword, _ in step.keywords)))
     try:
