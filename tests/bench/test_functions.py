@@ -11,7 +11,6 @@ from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.runner import run_case, side_stream
-from flashtile.bench.tables import cases_named, tables
 from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -27,14 +26,6 @@ CASES = [find_case(name) for name in (*masks.SCORES, *masks.MASKS)]
 
 def named(*names: str) -> list[Implementation]:
     return [each for each in IMPLEMENTATIONS if each.name in names]
-
-
-def test_the_table_has_every_function_at_two_head_sizes():
-    cases = tables(CUDA)["functions"]
-    assert {(case.function, case.D) for case in cases} == {(case.function, d) for case in CASES for d in (64, 128)}
-    assert all(case.H == 16 and case.S in (4096, 8192, 65536) and case.dtype == "bf16" for case in cases)
-    assert [case.D for case in cases] == sorted((case.D for case in cases), reverse=True)
-    assert {case.function for case in cases_named(CUDA, ["functions"], quick=True)} >= {"alibi", "tree", "window"}
 
 
 @each_case("seq", [128, 2048])

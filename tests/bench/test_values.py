@@ -9,8 +9,7 @@ from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.runner import run_case
-from flashtile.bench.tables import value_cases
-from flashtile.bench.values import BATCH, MADE, NORMAL, activations, find_layer, trained
+from flashtile.bench.values import BATCH, MADE, NORMAL, activations
 from flashtile.models import GPTConfig
 from flashtile.testing import assert_same
 from support.running.each_case import each_case
@@ -65,12 +64,3 @@ def test_activations_are_those_of_every_layer_after_training() -> None:
     assert len(after) == 2 and all(t.shape == (BATCH, 32, 2, 8) for layer in after for t in layer)
     assert all(t.dtype is torch.float32 and t.isfinite().all() for layer in after for t in layer)
     assert (before[1][0] - after[1][0]).abs().max() > 0.05 * before[1][0].abs().max()
-
-
-def test_the_table_has_every_kind_for_every_head_mask_and_dtype() -> None:
-    cases = value_cases()
-    made = {(case.D, case.causal, case.dtype, case.values) for case in cases if case.S == 8192}
-    assert len(made) == 3 * 2 * 2 * len(MADE)
-    layers = [case for case in cases if case.S == 4096]
-    assert {find_layer(case.values) for case in layers} == {None, *range(8)}
-    assert trained(3) in {case.values for case in layers} and all(case.causal for case in layers)

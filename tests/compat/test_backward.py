@@ -13,7 +13,6 @@ from support.attention.compat_cases import (
     packed_by_definition,
     served,
 )
-from support.running.each_case import each_case
 
 interface = served(2, "flash_attn_interface")
 interface_v1 = served(1, "flash_attn_interface")
@@ -82,25 +81,6 @@ def test_packed(call, meaning, device, dtype):
 
 
 @places
-@each_case("causal", [False, True])
-def test_version_1(causal, device, dtype):
-    q, k, v = (x.to(device, dtype) for x in (normal(17, 4, 16), normal(31, 4, 16, seed=1), normal(31, 4, 16, seed=2)))
-    dout = normal(17, 4, 16, seed=3).to(q)
-    lengths = (cumulative(LENGTHS_Q, device), cumulative(LENGTHS_K, device), 9, 11)
-    out, lse, rng_state, _ = interface_v1._flash_attn_forward(
-        q, k, v, torch.empty_like(q), *lengths, 0.0, 0.3, causal, False
-    )
-    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-    results = interface_v1._flash_attn_backward(
-        dout, q, k, v, out, lse, *grads, *lengths, 0.0, 0.3, causal, rng_state, num_splits=1
-    )
-    assert all(result is grad for result, grad in zip(results, grads))
-    meaning = Meaning(scale=0.3, causal=causal, top_left=True)
-    check(grads, lambda q, k, v: packed_by_definition(q, k, v, LENGTHS_Q, LENGTHS_K, meaning)[0], (q, k, v), dout)
-    assert results[3].shape == (4, 4, 16) and results[3].isfinite().all()
-
-
-@places
 def test_dropout_of_the_forward(device, dtype):
     q, dout = normal(2, 33, 2, 16).to(device, dtype), normal(2, 33, 2, 16, seed=1).to(device, dtype)
     p, call = 0.25, (0.3, True, -1, -1, 0.0, None)
@@ -112,18 +92,6 @@ def test_dropout_of_the_forward(device, dtype):
     check(grads, lambda q, k, v: attention_by_definition(q, k, v, meaning, kept)[0], (q, q, q), dout)
     with pytest.raises(ValueError, match="rng_state"):
         interface._flash_attn_backward(dout, q, q, q, out, lse, *grads, p, *call, False)
-
-
-def test_dropout_of_version_1_from_its_generator():
-    q, dout, cu = normal(17, 2, 16).float(), normal(17, 2, 16, seed=1).float(), cumulative(LENGTHS_Q)
-    rest = (cu, cu, 9, 9, 0.25, None, False)
-    out, lse, rng_state, _ = interface_v1._flash_attn_forward(
-        q, q, q, torch.empty_like(q), *rest, False, generator=torch.Generator().manual_seed(3)
-    )
-    one, two = ([torch.empty_like(q) for _ in range(3)] for _ in range(2))
-    interface_v1._flash_attn_backward(dout, q, q, q, out, lse, *one, *rest, rng_state)
-    interface_v1._flash_attn_backward(dout, q, q, q, out, lse, *two, *rest, generator=torch.Generator().manual_seed(3))
-    assert all(torch.equal(a, b) for a, b in zip(one, two))
 
 
 def test_buffers():

@@ -27,7 +27,6 @@ from flashtile.bench.training import (
     plain_logits,
     token_losses,
 )
-from flashtile.models import BertForPreTraining
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = TrainCase("gpt2-tiny", 3, 16, "fp32", dropout_p=0.1)
@@ -44,30 +43,6 @@ def run(case, *chosen):
     return runner.run_case(case, chosen, CPU, TrainProblem)
 
 
-@pytest.mark.parametrize("name", ["flashtile", "flashtile-fused-loss", "transformers-sdpa", "transformers-flashtile"])
-def test_gpt_drops_in_training_only(name):
-    if name.startswith("transformers"):
-        pytest.importorskip("transformers")
-    weights, tokens = make_weights(CASE, CPU), make_tokens(CASE, CPU)
-    model = BY_NAME[name].build(CASE, weights)
-    first, second = model.loss(tokens), model.loss(tokens)
-    assert first != second
-    model.train(False)
-    still = BY_NAME[name].build(replace(CASE, dropout_p=0.0), weights).loss(tokens)
-    assert model.loss(tokens) == model.loss(tokens) == still
-
-
-@pytest.mark.parametrize("name", ["flashtile", "transformers-sdpa", "transformers-flashtile", "transformers-eager"])
-def test_bert_drops_in_training_only(name):
-    pytest.importorskip("transformers")
-    case, batch = bert_case()
-    state = BertForPreTraining(case.config).state_dict()
-    model = bert.IMPLEMENTATIONS[name].build(case.config, state).train()
-    assert model(batch) != model(batch)
-    still = bert.IMPLEMENTATIONS[name].build(replace(case, dropout_p=0.0).config, state)(batch)
-    assert model.eval()(batch) == model(batch) == still
-
-
 def bert_case():
     tokens, mask = torch.randint(5, 128, (12, 16)), torch.ones(12, 16, dtype=torch.bool)
     mask[::2, 9:] = False
@@ -82,10 +57,13 @@ def run_bert(case, batch, *chosen):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_right_dropout_gets_a_speed(dtype):
-    names = ["flashtile", "flashtile-fused-loss", "plain"]
-    for row in run(replace(CASE, dtype=dtype), *(BY_NAME[name] for name in names)):
+    """Which is judged after the same training without dropout."""
+    case, names = replace(CASE, dtype=dtype), ["flashtile", "flashtile-fused-loss", "plain"]
+    for row in run(case, *(BY_NAME[name] for name in names)):
         assert row["ms"] is not None, row
-        assert row["case"]["dropout_p"] == 0.1
+        assert (row["op"], row["phase"], row["case"]) == ("train-step", "fwd+bwd+step", case.record())
+        assert row["tokens_per_s"] == pytest.approx(case.tokens / row["ms"] * 1e3) and row["mfu"] is None
+        assert row["tflops"] == pytest.approx(case.flops("") / row["ms"] / 1e9)
 
 
 def test_right_dropout_of_transformers_gets_a_speed():
@@ -101,7 +79,7 @@ def test_right_dropout_of_bert_gets_a_speed():
         assert row["case"]["dropout_p"] == 0.1
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_another_probability_gets_no_speed(dropout_p):
     other = Implementation(
         "other", build=lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights)
