@@ -88,6 +88,8 @@ class CacheInputs:
         for name in ("descale_k", "descale_v"):
             if name in tensors:
                 tensors[name] = self.tensors[name].clone()  # float32, and written
+        if "descale_v" in tensors and self.tensors["descale_v"] is self.tensors["descale_k"]:
+            tensors["descale_v"] = tensors["descale_k"]
         if self.k is not None and self.v is None:
             parts[2] = parts[1][..., : self.v_cache.shape[-1]]
         return CacheInputs(*parts, tensors)  # type: ignore[arg-type]
@@ -160,12 +162,12 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
     q = normal(*rows_q, case.heads, case.head_dim)
     if case.latent:
         v_cache, v = k_cache[..., : case.head_dim_v], None
-        if factors:
-            tensors["descale_v"] = tensors["descale_k"]
     parts = [None if t is None else t.to(device) for t in (q, k_cache, v_cache, k, v)]
     if case.latent:
         parts[2] = parts[1][..., : case.head_dim_v]
     tensors = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in tensors.items()}
+    if case.latent and factors:
+        tensors["descale_v"] = tensors["descale_k"]
     return CacheInputs(*parts, tensors)
 
 
