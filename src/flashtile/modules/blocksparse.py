@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import BlockMask
+from flashtile.modules.attention import unpacked
 
 #: Queries and keys of a tile of the original layouts.
 TILE = (16, 256)
@@ -55,11 +56,10 @@ def flash_blocksparse_attn_func(
         )
     if not convert_mask:
         raise ValueError("convert_mask: expected True, got False; give the layout itself, or a flashtile.BlockMask")
-    if qkv.dim() != 4 or qkv.shape[1] != 3:
-        raise ValueError(f"qkv: expected shape [total, 3, heads, head_dim], got {list(qkv.shape)}; stack q, k and v")
+    q, k, v = unpacked("qkv", qkv, 3, varlen=True)
     mask = blockmask if isinstance(blockmask, BlockMask) else BlockMask.from_layout(blockmask, TILE, max_s, max_s)
     return flashtile.attention_varlen(
-        *qkv.unbind(1), cu_seqlens, max_seqlen_q=max_s, max_seqlen_k=max_s, causal=causal, scale=softmax_scale,
+        q, k, v, cu_seqlens, max_seqlen_q=max_s, max_seqlen_k=max_s, causal=causal, scale=softmax_scale,
         dropout_p=dropout_p, block_mask=mask,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import flashtile
 from flashtile import BlockMask
 from flashtile.modules.attention import InnerAttention, alibi_slopes, refuse_other_names
-from flashtile.modules.layers import check_sizes
+from flashtile.modules.layers import check_sizes, computes_only, is_hooked
 from flashtile.modules.padding import pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
 from flashtile.ops.common.sizes import differ
@@ -366,16 +366,9 @@ class MHA(nn.Module):
 def _output_is_ours(projection: nn.Module) -> bool:
     """Whether nothing else reads what a projection wrote, so that the rotation may be in place: it is a linear layer,
     which does not need its output for its gradients, and no hook sees the output."""
-    hooks = (
-        projection._forward_hooks,
-        projection._backward_hooks,
-        projection._backward_pre_hooks,
-        nn.modules.module._global_forward_hooks,
-        nn.modules.module._global_backward_hooks,
-        nn.modules.module._global_backward_pre_hooks,
-    )
-    linear = type(projection) is nn.Linear or getattr(projection, "keeps_no_output", False)
-    return linear and "forward" not in vars(projection) and not any(hooks)
+    if getattr(projection, "keeps_no_output", False):
+        return not is_hooked(projection)
+    return computes_only(projection, nn.Linear)
 
 
 class FlashMHA(MHA):

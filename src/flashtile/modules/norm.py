@@ -106,7 +106,7 @@ class RMSNorm(_Norm):
         return flashtile.rms_norm(x, weight, eps=eps).view(input.shape)
 
 
-class DropoutAddLayerNorm(nn.Module):
+class DropoutAddLayerNorm(_Norm):
     """`flashtile.dropout_add_layer_norm` with weight and bias. It drops in training only.
 
     Args:
@@ -119,25 +119,14 @@ class DropoutAddLayerNorm(nn.Module):
         dtype: dtype of the parameters; may differ from that of the input.
     """
 
+    _has_bias = True
+
     def __init__(
         self, hidden_size: int, prenorm: bool = False, p: float = 0.0, eps: float = 1e-5,
         residual_in_fp32: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.prenorm = prenorm
-        self.p = p
-        self.eps = eps
-        self.residual_in_fp32 = residual_in_fp32
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.bias = self._make_bias()
-
-    def _make_bias(self) -> nn.Parameter | None:
-        return nn.Parameter(torch.zeros_like(self.weight))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super().__init__(hidden_size, True, self._has_bias, device, dtype)
+        self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """z, or with prenorm (z, x), where `x = dropout(x0) + residual` and z is the norm of x."""
@@ -152,14 +141,13 @@ class DropoutAddLayerNorm(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, prenorm={self.prenorm}, p={self.p}, eps={self.eps}"
+        return f"{self.normalized_shape[0]}, prenorm={self.prenorm}, p={self.p}, eps={self.eps}"
 
 
 class DropoutAddRMSNorm(DropoutAddLayerNorm):
     """`flashtile.dropout_add_rms_norm` with a weight. Arguments as for `DropoutAddLayerNorm`."""
 
-    def _make_bias(self) -> None:
-        return None
+    _has_bias = False
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """z, or with prenorm (z, x), where `x = dropout(x0) + residual` and z is the norm of x."""
