@@ -106,31 +106,6 @@ def test_split_with_dropout_and_weights(device, dtype):
     assert_same(lse, whole)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_split_runs_on_two_streams(dtype, monkeypatch):
-    """Large enough that the streams overlap, many times over, so that a missing wait would show."""
-    lengths = [700, 300, 1100, 90, 513, 2000]
-    qkv, cu = torch.randn(sum(lengths), 3, 8, 64, device="cuda", dtype=dtype), cumulative(lengths, "cuda")
-    streams = []
-    make = torch.cuda.Stream
-    default = torch.cuda.default_stream()
-    monkeypatch.setattr(
-        torch.cuda, "Stream", lambda *given, **named: streams.append(make(*given, **named)) or streams[-1]
-    )
-    expected = None
-    for _ in range(20):
-        x = qkv.clone().requires_grad_()
-        out = flash_attn_unpadded_qkvpacked_split_func(x, cu, 1100, 2000, 3, 0.0, causal=True, deterministic=True)
-        (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
-        expected = expected or (out.detach().clone(), grad.clone())
-        assert torch.equal(out, expected[0]) and torch.equal(grad, expected[1])
-    # PyTorch makes a `Stream` for each look at the current or the default one too.
-    assert sum(stream != default for stream in streams) >= 20
-    whole = flash_attn_unpadded_qkvpacked_func(qkv, cu, 2000, 0.0, causal=True)
-    assert_same(expected[0], whole)
-
-
 def softmax_from(S_dmask, scores):
     """Weights and dropout as a test of flash_attn 1 gets them: by the inverse of the layout, from one block of keys."""
     batch, heads, rows, columns = S_dmask.shape

@@ -15,11 +15,10 @@ A row that sees no key is 0. Raised are the `TypeError` and `ValueError` of the 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import flashtile
 from flashtile import modules
@@ -38,21 +37,22 @@ def flash_attn_unpadded_func(return_attn_probs: bool, **given: Any) -> Output:
     """Attention of packed sequences, q, k and v or kv `[total_k, 2, heads_kv, ...]`, or qkv `[total, 3, heads, ...]`:
     out; with return_attn_probs out, lse and the weights in their own layout."""
     apart = taken_apart(given, top_left=True)
-    results = _attend(apart, return_attn_probs, calls.drawn_seed(apart.q, apart.call.dropout_p))
-    return results if return_attn_probs else results[0]
+    out, *rest = _attend(apart, return_attn_probs)
+    return (out, rest[0], in_fragments(rest[1])) if return_attn_probs else out
 
 
 flash_attn_unpadded_kvpacked_func = flash_attn_unpadded_qkvpacked_func = flash_attn_unpadded_func
 
 
-def _attend(apart: Given, return_weights: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
+def _attend(apart: Given, return_weights: bool) -> tuple[Tensor, ...]:
     q, k, v, layout, call, _ = apart
     assert layout is not None
+    seed = calls.drawn_seed(q, call.dropout_p)
     out, lse = calls.computed(q, k, v, layout, call, dropout_seed=seed, return_lse=True)
     if not return_weights:
         return (out,)
-    made = in_fragments(calls.weights(q, k, layout, call, seed, PROBS_MULTIPLE))
-    return out, padded_lse(lse, layout.cu_seqlens_q, layout.max_seqlen_q), made
+    lse = padded_lse(lse, layout.cu_seqlens_q, layout.max_seqlen_q)
+    return out, lse, calls.weights(q, k, layout, call, seed, PROBS_MULTIPLE)
 
 
 def flash_attn_func(max_s: int, **given: Any) -> Output:
@@ -61,48 +61,26 @@ def flash_attn_func(max_s: int, **given: Any) -> Output:
 
 
 def flash_attn_unpadded_qkvpacked_split_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, return_attn_probs: bool,
-    **options: Any,
-) -> Output:  # fmt: skip
-    """As `flash_attn_unpadded_qkvpacked_func`, in two calls side by side.
-
-    One is that of the first `batch_size0` sequences, of at most max_seqlen0, the other that of the rest, of at most
-    max_seqlen1. On a GPU the second runs on a stream of its own, and nothing waits on the host.
-
-    Returns:
-        out, or (out, lse, S_dmask of the first, S_dmask of the others).
-    """
+    cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, return_attn_probs: bool, **given: Any
+) -> Output:
+    """As `flash_attn_unpadded_qkvpacked_func`, where the first `batch_size0` sequences are at most max_seqlen0 long and
+    the others at most max_seqlen1: out, or (out, lse, S_dmask of the first, S_dmask of the others)."""
     sequences = cu_seqlens.shape[0] - 1
     if not 0 <= batch_size0 <= sequences:
         raise ValueError(
             f"batch_size0: expected from 0 to {sequences}, the number of sequences, got {batch_size0}; it is how many "
-            "of them are in the first call"
+            "of them max_seqlen0 is the longest of"
         )
-    start, rest = cu_seqlens[batch_size0], cu_seqlens[batch_size0:] - cu_seqlens[batch_size0]
-    seeds = [calls.drawn_seed(qkv, options["dropout_p"]) for _ in range(2)]
-    stream = torch.cuda.Stream(qkv.device) if qkv.is_cuda else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(qkv.device))
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        later = {"qkv": shifted(qkv, start), "cu_seqlens": rest, "max_seqlen": max_seqlen1, **options}
-        others = _attend(taken_apart(later, top_left=True), return_attn_probs, seeds[1])
-    ours = {"qkv": qkv, "cu_seqlens": cu_seqlens[: batch_size0 + 1], "max_seqlen": max_seqlen0, **options}
-    first = _attend(taken_apart(ours, top_left=True), return_attn_probs, seeds[0])
-    if stream is not None:  # memory that one stream made and the other uses is told to both
-        current = torch.cuda.current_stream(qkv.device)
-        current.wait_stream(stream)
-        for used in (qkv, cu_seqlens, start, rest, *(seed for seed in seeds if seed is not None)):
-            used.record_stream(stream)
-        for made in others:
-            made.record_stream(current)
-    # The rows of the others follow: a shift back by as many.
-    behind = torch.arange(qkv.shape[0], device=qkv.device) >= start
-    out = torch.where(behind[:, None, None], shifted(others[0], -start), first[0])
+    given |= {"cu_seqlens": cu_seqlens, "max_seqlen": max(max_seqlen0, max_seqlen1)}
+    out, *rest = _attend(taken_apart(given, top_left=True), return_attn_probs)
     if not return_attn_probs:
         return out
-    rows = max(first[1].shape[2], others[1].shape[2])
-    lses = [nn.functional.pad(lse, (0, rows - lse.shape[2]), value=-math.inf) for lse in (first[1], others[1])]
-    return out, torch.cat(lses), first[2], others[2]
+    lse, weights = rest
+    made = []
+    for part, longest in ((weights[:batch_size0], max_seqlen0), (weights[batch_size0:], max_seqlen1)):
+        rows, columns = (-(-longest // multiple) * multiple for multiple in PROBS_MULTIPLE)
+        made.append(in_fragments(part[:, :, :rows, :columns]))
+    return out, lse, *made
 
 
 def _get_block_size(**given: Any) -> int:
@@ -182,12 +160,6 @@ def in_fragments(weights: Tensor) -> Tensor:
     batch, heads, rows, columns = weights.shape
     split = weights.view((batch, heads, rows // 16, 2, 8, columns // 64, 4, 2, 4, 2))
     return split.permute((0, 1, 2, 5, 6, 4, 8, 3, 7, 9)).reshape(weights.shape)
-
-
-def shifted(x: Tensor, start: Tensor) -> Tensor:
-    """The rows of x from `start` on, a number on the device, then copies of the last: `[rows, ...]`. Differentiable."""
-    row = torch.arange(x.shape[0], device=x.device) + start
-    return x.index_select(0, row.clamp(min=0, max=max(x.shape[0] - 1, 0)))
 
 
 # flash_attn.bert_padding
