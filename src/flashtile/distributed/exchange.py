@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,26 +69,8 @@ def settle(device: torch.device) -> None:
         torch.cuda._sleep(_SETTLING)
 
 
-class Exchange(Protocol):
-    """A group of ranks of which this is one."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
-        """Starts sending and receiving; `where` says in an error what the rank was about."""
-        ...
-
-    def gather(self, tensor: Tensor, where: str) -> Pending:
-        """The contiguous tensors of all ranks, in their order."""
-        ...
-
-
 class GroupExchange:
-    """Over a process group of torch.distributed, of tensors on `device_type`."""
+    """The ranks of a process group of torch.distributed, of tensors on `device_type`."""
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group, self._device_type = group, device_type
@@ -104,6 +86,7 @@ class GroupExchange:
         return self._global[place]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
+        """Starts sending and receiving; `where` says in an error what the rank was about."""
         if not sends and not receives:
             return Pending(lambda: None, ())
         operations = [dist.P2POp(dist.isend, m.tensor, group=self._group, group_peer=m.rank) for m in sends]
@@ -114,6 +97,7 @@ class GroupExchange:
         return Pending(lambda: self._guarded(lambda: _wait(works), where), [m.tensor for m in receives], held)
 
     def gather(self, tensor: Tensor, where: str) -> Pending:
+        """The contiguous tensors of all ranks, in their order."""
         whole = tensor.new_empty(self.size, *tensor.shape)
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name to torch 2.12
         work = self._guarded(lambda: collective(whole.flatten(0, 1), tensor, self._group, async_op=True), where)
@@ -168,3 +152,6 @@ class Alone:
 
     def gather(self, tensor: Tensor, where: str) -> Pending:
         return Pending(lambda: None, (tensor,))
+
+
+Exchange = GroupExchange | Alone

@@ -8,7 +8,7 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flashtile
-from flashtile.models.config import BertConfig, check_tokens, make_mlp
+from flashtile.models.config import BertConfig, check_tokens, draw_weights, make_mlp
 from flashtile.modules import MHA, Block, LayerNorm, Unpadded, pad_input, unpad_input
+from flashtile.modules.mlp import ACTIVATIONS
 from flashtile.ops.common.sizes import differ
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 #: Label of a token that the masked-LM loss leaves out.
 IGNORED = -100
 
@@ -63,7 +59,7 @@ class Bert(nn.Module):
 
     def initialise(self) -> None:
         """Draws the weights from torch's generator."""
-        _initialise(self.modules(), self.config)
+        draw_weights(self.modules(), self.config)
 
     def forward(
         self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None, total: int | None = None
@@ -147,7 +143,7 @@ class BertForPreTraining(nn.Module):
         self._initialise_heads()
 
     def _initialise_heads(self) -> None:
-        _initialise((self.transform, self.norm, self.next_sentence), self.config)
+        draw_weights((self.transform, self.norm, self.next_sentence), self.config)
         nn.init.zeros_(self.bias)
 
     def forward(
@@ -159,7 +155,7 @@ class BertForPreTraining(nn.Module):
 
     def token_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., W]`. The output embedding is the input embedding."""
-        hidden = _ACTIVATIONS[self.config.activation](self.transform(hidden))
+        hidden = ACTIVATIONS[self.config.activation](self.transform(hidden))
         return flashtile.fused_dense(self.norm(hidden), self.bert.token.weight, self.bias)
 
     def loss(
@@ -199,13 +195,3 @@ def _check_first_tokens(mask: Tensor, waits: bool) -> None:
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return flashtile.cross_entropy(logits, labels, ignore_index=IGNORED)
-
-
-def _initialise(modules: Iterable[nn.Module], config: BertConfig) -> None:
-    for module in modules:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=config.initial_std)
-        elif isinstance(module, LayerNorm):
-            module.reset_parameters()
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from flashtile.modules import FusedMlp
+from flashtile.modules import FusedMlp, LayerNorm, RMSNorm
 from flashtile.modules.layers import check_sizes
 
 #: The activations between the two layers of an MLP; "swiglu" is a gate, `values · silu(gates)`.
@@ -161,3 +161,14 @@ def make_mlp(config: GPTConfig | BertConfig, bias: bool, **where: Any) -> Callab
     return partial(
         FusedMlp, hidden_features=hidden, bias1=bias, bias2=bias, activation=activation, gated=gated, **where
     )
+
+
+def draw_weights(modules: Iterable[nn.Module], config: GPTConfig | BertConfig) -> None:
+    """Initial weights, from torch's generator; biases are 0, and norms leave their input as it is."""
+    for module in modules:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=config.initial_std)
+        elif isinstance(module, (LayerNorm, RMSNorm)):
+            module.reset_parameters()
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

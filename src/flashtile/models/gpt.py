@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.models.config import GPTConfig, check_tokens, make_mlp
+from flashtile.models.config import GPTConfig, check_tokens, draw_weights, make_mlp
 from flashtile.modules import MHA, Block, KVCache, LayerNorm, ParallelBlock, RMSNorm, add_norm
 from flashtile.modules.layers import computes_only
 
@@ -86,18 +86,11 @@ class GPT(nn.Module):
     def initialise(self) -> None:
         """Draws the weights from torch's generator."""
         self._check_whole("initialise", "call it before the model is cut, or load_state_dict instead")
-        std = self.config.initial_std
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=std)
-            elif isinstance(module, (LayerNorm, RMSNorm)):
-                module.reset_parameters()
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        draw_weights(self.modules(), self.config)
         # Each block adds two terms to the residual stream: scaled so that its variance does not grow with depth.
         for name, parameter in self.named_parameters():
             if name.endswith(("mixer.out_proj.weight", "mlp.fc2.weight")):
-                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.layers))
+                nn.init.normal_(parameter, std=self.config.initial_std / math.sqrt(2 * self.config.layers))
 
     def forward(
         self, tokens: Tensor, cache: Sequence[KVCache] | None = None, position_ids: Tensor | None = None,

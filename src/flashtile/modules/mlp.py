@@ -15,7 +15,7 @@ import flashtile
 from flashtile.modules.layers import check_sizes, computes_only
 
 #: The activations of `flashtile.fused_mlp`, for layers that are called.
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
@@ -206,9 +206,9 @@ class FusedMlp(_Perceptron):
                 f"{type(self.fc1).__qualname__} and {type(self.fc2).__qualname__}; what is called has its gradients in "
                 "grad"
             )
-        if self.activation not in _ACTIVATIONS:
-            raise ValueError(f"activation: expected one of {tuple(_ACTIVATIONS)}, got {self.activation!r}")
-        activation = _ACTIVATIONS[self.activation]
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {tuple(ACTIVATIONS)}, got {self.activation!r}")
+        activation = ACTIVATIONS[self.activation]
         level = self.checkpoint_level and torch.is_grad_enabled()
         out = checkpoint(self._layers, x, activation, use_reentrant=False) if level else self._layers(x, activation)
         return (out, x) if self.return_residual else out
