@@ -241,9 +241,9 @@ def test_the_look_for_overflows_and_requests_sees_them(browser, tmp_path):
 def test_lengths_make_lines_in_order():
     first, second = charts_of(LINES[::-1], ": TFLOP/s")
     assert {first.title, second.title} == {"Forward: TFLOP/s", "Backward: TFLOP/s"}
-    headings, lines = first.table()
-    assert headings == ("sequence length (tokens)", "peer", "flashtile, portable kernels")
-    assert lines[0] == ("512", *(f"{4 / (ms * 512):.3g}" for ms in (2.0, 1.0)))
+    table = first.table()
+    assert table.headings == ["sequence length (tokens)", "peer", "flashtile, portable kernels"]
+    assert table.lines[0] == ["512", *(f"{4 / (ms * 512):.3g}" for ms in (2.0, 1.0))]
     for series in first.series:
         assert [x for x, _ in series.points] == [512, 1024, 2048]
 
@@ -261,7 +261,7 @@ def test_ratios_are_to_the_best_peer():
     slower = [row("slow", length(seq), 9.0 * seq, phase) for seq in (512, 1024, 2048) for phase in ("fwd", "bwd")]
     chart, _ = charts_of([*LINES, *slower], "best peer")
     assert chart.title == "Forward: speed over the best peer" and chart.level == 1.0
-    assert [line[1] for line in chart.table()[1]] == ["2", "2", "2"]
+    assert [line[1] for line in chart.table().lines] == ["2", "2", "2"]
 
 
 def test_chunks_over_rows_in_use_are_a_grid():
@@ -271,38 +271,35 @@ def test_chunks_over_rows_in_use_are_a_grid():
 
     sizes = [(queries, rows) for queries in (64, 2048) for rows in (4096, 65536)]
     rows = [serving(*size, impl, ms) for size in sizes for impl, ms in (("flashtile-auto", 2.0), ("dense", 1.5))]
-    (chart,) = charts_of(rows, "Chunks of prompts")
-    assert chart.cells == dict.fromkeys(sizes, (700.0, 0.75))
-    assert chart.table() == (
-        ("queries over rows in use", "4,096", "65,536"), [(q, "700 (0.75)", "700 (0.75)") for q in ("64", "2,048")]
-    )  # fmt: skip
-    found = elements_of(chart)
-    assert {"700 (0.75)", "2k", "64k", "rows in use", "queries"} <= {*texts(found)}
-    assert sum("fill: var(--c0)" in element.get("style", "") for element in found) == 4
-    assert [len(lines) for _, _, lines in record_part(named(rows)).tables] == [4], "also in a table, with the peers"
-    assert not charts_of(rows[2:], "Chunks of prompts"), "a part of a grid is none"
+    table, of_all = record_part(named(rows)).tables
+    assert table.title.startswith("Chunks of prompts, head_dim 128, pages of 16, bfloat16: TFLOP/s (share of")
+    assert table.headings == ["queries over rows in use", "4,096", "65,536"]
+    assert table.lines == [[queries, "700 (0.75)", "700 (0.75)"] for queries in ("64", "2,048")]
+    assert len(of_all.lines) == 4, "also with the peers"
+    assert len(record_part(named(rows[2:])).tables) == 1, "a part of a grid is none"
 
 
 def test_what_has_no_lengths_is_a_line_of_a_table():
     rows = [*LINES, row("flashtile-triton", length(4096, mask="tiles128:0.5"), 3.0)]
     rows.append(row("new", length(4096, mask="tiles128:0.5"), 0.5))
-    ((title, headings, lines),) = record_part(named(rows)).tables
-    assert title == "Attention, forward: TFLOP/s" and headings == ("case", "flashtile, portable kernels", "new")
-    assert lines == [("50% of the tiles of 128, 4,096 tokens", "1.33", "8")]
+    (table,) = record_part(named(rows)).tables
+    assert table.title == "Attention, forward: TFLOP/s"
+    assert table.headings == ["case", "flashtile, portable kernels", "new"]
+    assert table.lines == [["50% of the tiles of 128, 4,096 tokens", "1.33", "8"]]
 
 
 @each_case("key", ["memory_mib", "peak_mib"])
 def test_memory_against_length(key):
     rows = [{**one, key: one["case"]["S"] / 4} if one["phase"] == "bwd" else one for one in LINES]
     (chart,) = charts_of(rows, "memory")
-    assert chart.title == "Backward: memory" and chart.table()[1][0] == ("512", "128", "128")
+    assert chart.title == "Backward: memory" and chart.table().lines[0] == ["512", "128", "128"]
 
 
 def test_points_lie_under_the_roof_of_a_known_machine():
     chart, _ = charts_of(LINES, "roof")
     assert chart.title == "Forward: under the roof"
     case, bytes_moved = Case.from_record(length(512)), 4 * 2 * 512 * 4 * 64 * 2 + 2 * 4 * 512 * 4
-    _, lines = chart.table()
+    lines = chart.table().lines
     assert lines[0][0] == "flashtile, portable kernels, head_dim 64: 512 tokens"
     assert lines[0][1] == f"{case.flops('fwd') / bytes_moved:.0f}"
     for rows, gpu in ((LINES, "NVIDIA H100 PCIe"), ([one for one in LINES if one["impl"] == "peer"], "NVIDIA H200")):
@@ -320,8 +317,8 @@ def test_points_lie_under_the_roof_of_a_known_machine():
          "Traffic, forward: GB", "4"),
     ])  # fmt: skip
 def test_figures_have_the_unit_of_their_operation(more, title, cell):
-    found, _, lines = record_part(named([row("eager", {"dtype": "bf16"}, 2.0, **more)])).tables[0]
-    assert found == title and lines[0][1] == cell
+    table = record_part(named([row("eager", {"dtype": "bf16"}, 2.0, **more)])).tables[0]
+    assert table.title == title and table.lines[0][1] == cell
 
 
 def test_losses_are_lines_over_steps():
@@ -331,8 +328,8 @@ def test_losses_are_lines_over_steps():
         for impl in ("flashtile", "plain")
     ]
     (chart,) = charts_of(rows, "Training on text")
-    assert chart.table()[0][:2] == ("step", "flashtile in a whole model")
-    assert chart.table()[1] == [("1,200", "594", "594")]
+    assert chart.table().headings[:2] == ["step", "flashtile in a whole model"]
+    assert chart.table().lines == [["1,200", "594", "594"]]
     assert not record_part(named([row("flashtile", {}, 1.0, op="train-curve", curve=[None])])).charts
 
 
@@ -351,8 +348,9 @@ def test_the_verdict_says_how_many_times_as_fast_and_in_how_many_comparisons():
         "On NVIDIA H200 flashtile is faster than the fastest other implementation in 3 of 6 comparisons, 1.00 times as "
         "fast in the geometric mean (0.50 to 2.00).",
     )
-    assert found.lines[0] == ("Attention: plain", "forward", "NVIDIA H200", "2.00", "2.00", "2.00", "3", "peer")
-    assert found.lines[1][3:] == ("0.50", "0.50", "0.50", "3", "peer")
+    lines = found.table.lines
+    assert lines[0] == ["Attention: plain", "forward", "NVIDIA H200", "2.00", "2.00", "2.00", "3", "peer"]
+    assert lines[1][3:] == ["0.50", "0.50", "0.50", "3", "peer"]
     titles = [chart.title for chart in found.charts]
     assert titles[:2] == ["Attention, forward", "Attention, backward"] and len(titles) == 4
     assert titles[2] == "Forward: TFLOP/s (NVIDIA H200, head_dim 64, full, bfloat16)"
@@ -364,7 +362,7 @@ def test_the_verdict_is_of_every_kind_and_machine():
     cpu = Named({"machine": {"cpu": "c"}, "rows": LINES}, Path("cpu.json"))
     found = make_verdict([named([*LINES, *window, *decode]), cpu])
     kinds = ["Attention: plain, portable kernels", "Attention: window, portable kernels", "Decoding"]
-    assert list(dict.fromkeys(line[0] for line in found.lines)) == kinds
+    assert list(dict.fromkeys(line[0] for line in found.table.lines)) == kinds
     assert found.sentences[0].endswith("In the mean it is slower in: Decoding (0.67).") and len(found.sentences) == 2
     *_, rest = [chart for chart in found.charts if isinstance(chart, DotChart)]
     assert rest.cases == {"Decoding": {"NVIDIA H200": pytest.approx(2 / 3)}}

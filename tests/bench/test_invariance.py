@@ -40,9 +40,9 @@ def test_the_page_has_a_picture_for_each_operation_and_phase():
     found = {chart.title: chart for chart in charts if "batch-invariant" in chart.title}
     title = "forward: speed in the batch-invariant mode"
     assert set(found) == {f"Attention, {title}", f"Serving, {title}"}
-    headings, lines = found[f"Attention, {title}"].table()
-    assert headings == ("case", "flashtile", "flashtile, deterministic", "the fastest peer")
-    assert [line[1:] for line in lines] == [("0.5", "0.75", "0.25")]
+    table = found[f"Attention, {title}"].table()
+    assert table.headings == ["case", "flashtile", "flashtile, deterministic", "the fastest peer"]
+    assert [line[1:] for line in table.lines] == [["0.5", "0.75", "0.25"]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures what a machine without a GPU would")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flashtile.bench.base import is_ours
@@ -15,7 +15,6 @@ from flashtile.bench.record import (
     SPEEDS,
     Record,
     Row,
-    by_case,
     case_key,
     geometric_mean,
     grouped,
@@ -48,6 +47,24 @@ class Table:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
 
 
+def pivot(title: str, keys: Sequence[str], cells: Iterable[tuple[Sequence[str], str, str]]) -> Table:
+    """A table of cells, each with the key of its line and the heading of its column, in the order in which they come.
+    `keys`: headings of the parts of a key. A dash stands where there is no cell."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for key, column, cell in cells:
+        found.setdefault(tuple(key), {})[column] = cell
+        columns.setdefault(column)
+    lines = [[*key, *(of_line.get(column, "–") for column in columns)] for key, of_line in found.items()]
+    return Table(title, [*keys, *columns], lines, keys=len(keys))
+
+
+def summary(values: Sequence[float], digits: int = 2) -> list[str]:
+    """Cells of some ratios: the geometric mean, the lowest, the highest, and how many there are."""
+    figures = geometric_mean(values), min(values), max(values)
+    return [*(f"{figure:.{digits}f}" for figure in figures), str(len(values))]
+
+
 def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase: TFLOP/s of
     attention and products, GB/s where memory bounds (with the share of a copy's speed), tokens/s of training. If rows
@@ -61,7 +78,7 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     copies = [row for row in rows if row["op"] == "copy" and row["ms"] is not None]
     found = [_speed_table(f"{kind} {phase}", unit, of_kind, copies) for (kind, phase, unit), of_kind in groups.items()]
     return found + [
-        _figures(title, those, lambda row, key=key, form=form: format(row[key], form))  # type: ignore[misc]
+        pivot(title, ["case"], (([case_name(row)], row["impl"], format(row[key], form)) for row in those))
         for title, key, form in (
             ("Memory beside what stays (MiB)", "peak_mib", ".0f"),
             ("The model's FLOPs as a share of the GPU's peak", "mfu", ".1%"),
@@ -72,14 +89,10 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
 def host_table(rows: Sequence[Row]) -> Table:
     """Host time in microseconds: a line for each case and implementation, a column for each phase."""
-    phases, names = _phases(rows), dict.fromkeys(case_name(row) for row in rows)
-    times = {(case_name(row), row["impl"], row["phase"]): row["ms"] for row in rows}
-    lines = []
-    for case, impl in dict.fromkeys((case_name(row), row["impl"]) for row in rows):
-        cells = ("–" if (ms := times[case, impl, phase]) is None else f"{ms * 1e3:.1f}" for phase in phases)
-        lines.append([*([case] * (len(names) > 1)), impl, *cells])
-    keys = [*(["case"] * (len(names) > 1)), "implementation"]
-    return Table("Host time per call (µs)", [*keys, *phases], lines, keys=len(keys))
+    keys = ["case", "implementation"] if len({case_name(row) for row in rows}) > 1 else ["implementation"]
+    times = (("–" if row["ms"] is None else f"{row['ms'] * 1e3:.1f}") for row in rows)
+    cells = (([case_name(row), row["impl"]][-len(keys) :], row["phase"], time) for row, time in zip(rows, times))
+    return pivot("Host time per call (µs)", keys, cells)
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
@@ -100,11 +113,9 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
         for ours, of_ours in grouped(found, lambda ratio: ratio.ours).items():
             by_phase = grouped(of_ours, lambda ratio: ratio.phase)
             for phase in sorted(by_phase, key=_phases(rows).index):
-                values = [ratio.value for ratio in by_phase[phase]]
                 lowest = min(by_phase[phase], key=lambda ratio: ratio.value)
-                figures = [f"{figure:.2f}" for figure in (geometric_mean(values), min(values), max(values))]
-                where = [str(len(values)), lowest.peer, case_name(vars(lowest))]
-                lines.append([f"{ours} / {against}", phase, *figures, *where])
+                figures = summary([ratio.value for ratio in by_phase[phase]])
+                lines.append([f"{ours} / {against}", phase, *figures, lowest.peer, case_name(vars(lowest))])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
     return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
 
@@ -135,22 +146,21 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> Table:
-    impls = list(dict.fromkeys(row["impl"] for row in rows if row["ms"] is not None or is_ours(row["impl"])))
-    ours = [impl for impl in impls if is_ours(impl)]
-    beside_copy = ours if unit == "GB/s" and copies else []
-    ratios = {(case_key(vars(ratio)), ratio.ours): ratio for ratio in ratios_to_best(rows)}
-    lines = []
-    for key, of_case in by_case(rows).items():
-        speeds = [_speed(of_case.get(impl), unit) for impl in impls]
-        shares = [_copy_share(of_case.get(impl), copies) for impl in beside_copy]
-        compared = [f"{ratios[key, impl].value:.2f}" if (key, impl) in ratios else "–" for impl in ours]
-        lines.append([case_name(next(iter(of_case.values()))), *speeds, *shares, *compared])
-    of_copy = (f"{impl} / copy" for impl in beside_copy)
-    return Table(f"{title}: {unit}", ["case", *impls, *of_copy, *(f"{impl} / best" for impl in ours)], lines)
+    shown = {row["impl"] for row in rows if row["ms"] is not None or is_ours(row["impl"])}
+    rows = [row for row in rows if row["impl"] in shown]
+    ours = [row for row in rows if is_ours(row["impl"])]
+    ratios = {(case_key(vars(ratio)), ratio.ours): f"{ratio.value:.2f}" for ratio in ratios_to_best(rows)}
+    cells = [([case_name(row)], row["impl"], _speed(row, unit)) for row in rows]
+    if unit == "GB/s" and copies:
+        cells += [([case_name(row)], f"{row['impl']} / copy", _copy_share(row, copies)) for row in ours]
+    cells += [
+        ([case_name(row)], f"{row['impl']} / best", ratios.get((case_key(row), row["impl"]), "–")) for row in ours
+    ]
+    return pivot(f"{title}: {unit}", ["case"], cells)
 
 
-def _speed(row: Row | None, unit: str) -> str:
-    if row is None or row["ms"] is None:
+def _speed(row: Row, unit: str) -> str:
+    if row["ms"] is None:
         return "–"
     speed = row[SPEEDS[unit]]
     return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
@@ -160,10 +170,10 @@ def _speed(row: Row | None, unit: str) -> str:
 _ALIKE = 3.0
 
 
-def _copy_share(row: Row | None, copies: list[Row]) -> str:
+def _copy_share(row: Row, copies: list[Row]) -> str:
     """The share of the fastest copy that moves about as many bytes; smaller copies stay in the caches, in part. The
     fastest, not the nearest: a single copy can be slow by accident."""
-    if row is None or row["ms"] is None:
+    if row["ms"] is None:
         return "–"
     apart = [abs(math.log(_moved(copy) / _moved(row))) for copy in copies]
     limit = max(math.log(_ALIKE), min(apart))
@@ -174,16 +184,6 @@ def _copy_share(row: Row | None, copies: list[Row]) -> str:
 def _moved(row: Row) -> float:
     """Bytes, of a row with a speed."""
     return row["gbps"] * row["ms"] * 1e6
-
-
-def _figures(title: str, rows: list[Row], figure: Callable[[Row], str]) -> Table:
-    """One figure of each implementation in each case."""
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
-    lines = [
-        [case_name(next(iter(of.values()))), *(figure(of[impl]) if impl in of else "–" for impl in impls)]
-        for of in by_case(rows).values()
-    ]
-    return Table(title, ["case", *impls], lines)
 
 
 def _phases(rows: Sequence[Row]) -> list[str]:
@@ -218,8 +218,7 @@ def _means(common: Sequence[tuple[Row, Row]]) -> Table:
     lines = []
     for key, pairs in grouped(common, lambda pair: (pair[1]["impl"], _step(pair[1]))).items():
         ratios = [old["ms"] / row["ms"] for old, row in pairs]
-        figures = geometric_mean(ratios), min(ratios), max(ratios)
-        lines.append([*key, *(f"{figure:.3f}" for figure in figures), str(len(ratios))])
+        lines.append([*key, *summary(ratios, 3)])
     headings = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
     return Table("Speed here over there", headings, lines, keys=2)
 

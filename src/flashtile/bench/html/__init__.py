@@ -29,7 +29,7 @@ from flashtile.bench.record import (
     write_whole,
 )
 from flashtile.bench.registry import find_benchmark
-from flashtile.bench.report import BREAKDOWN
+from flashtile.bench.report import BREAKDOWN, Table, summary
 from flashtile.bench.start import how_to_install, installed
 
 _NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
@@ -57,13 +57,12 @@ class Written:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is faster where, on which machine. `sentences`: the result in words, one for each machine. `headings`,
-    `lines`: means, for each machine, kind of call and phase. `charts`: the same as pictures, and speeds by length where
-    there is room."""
+    """Who is faster where, on which machine. `sentences`: the result in words, one for each machine. `table`:
+    means, for each machine, kind of call and phase. `charts`: the same as pictures, and speeds by length where there is
+    room."""
 
     sentences: tuple[str, ...]
-    headings: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
+    table: Table
     charts: tuple[Chart, ...]
 
 
@@ -85,9 +84,9 @@ def make_verdict(records: Sequence[Named]) -> Verdict | None:
     sentences = tuple(_sentence(*of_machine) for of_machine in grouped(found, lambda one: one.machine).items())
     groups = grouped(found, lambda one: (one.kind, one.phase, one.machine))
     lines = [_line(*place, [one.ratio for one in groups[place]]) for place in sorted(groups, key=lambda key: key[0])]
-    headings = ("kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against")
+    headings = ["kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against"]
     charts = [*_overview(found), *by_length(records)][:_CHARTS]
-    return Verdict(sentences, headings, tuple(lines), tuple(charts))
+    return Verdict(sentences, Table("", headings, lines), tuple(charts))
 
 
 def _compared(named: Named) -> list[_Compared]:
@@ -122,11 +121,10 @@ def _sentence(machine: str, found: Sequence[_Compared]) -> str:
     )
 
 
-def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> tuple[str, ...]:
-    values = [ratio.value for ratio in ratios]
-    figures = (f"{value:.2f}" for value in (geometric_mean(values), min(values), max(values)))
+def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> list[str]:
     lowest = min(ratios, key=lambda ratio: ratio.value)
-    return kind, words.phase_name(phase), machine, *figures, str(len(values)), words.full_name(lowest.peer)
+    figures = summary([ratio.value for ratio in ratios])
+    return [kind, words.phase_name(phase), machine, *figures, words.full_name(lowest.peer)]
 
 
 def _overview(found: Sequence[_Compared]) -> list[Chart]:
@@ -183,16 +181,17 @@ def _page(
         loader=jinja2.PackageLoader("flashtile.bench", "html"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["anchor"] = lambda title: re.sub(r"[\W_]", "-", title.lower())
-    tables = [chart.table()[0] for chart in charts] + [headings for part in parts for _, headings, _ in part.tables]
-    tables += [] if verdict is None else [verdict.headings]
-    columns = {headings: f"t{number}" for number, headings in enumerate(dict.fromkeys(map(tuple, tables)))}
+    tables = [*(chart.table() for chart in charts), *(table for part in parts for table in part.tables)]
+    tables += [] if verdict is None else [verdict.table]
+    headings = dict.fromkeys(tuple(table.headings) for table in tables)
+    columns = {of_table: f"t{number}" for number, of_table in enumerate(headings)}
     light, dark = (" ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)) for colours in (LIGHT, DARK))
     names = dict.fromkeys(row["impl"] for part in parts for row in part.named.rows)
     return environment.get_template("report.html.jinja").render(
         title=_TITLE, names=_NAMES, light=light, dark=dark, columns=range(1, _COLUMNS + 1), notes=notes,
         verdict=verdict, parts=parts, facts_of=_facts, introduction=_introduction([part.named for part in parts]),
         classes=Markup("\n".join([classes, *(_column_names(*column) for column in columns.items())])),
-        class_of=lambda headings: columns[tuple(headings)],
+        class_of=lambda table: columns[tuple(table.headings)],
         glossary=sorted((words.implementation_name(name), name) for name in names if words.implementation_name(name)),
         picture_of=lambda chart: Markup(pictures.get(id(chart), "")),
         machines=list(dict.fromkeys(part.named.machine for part in parts)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from flashtile import io_model
 from flashtile.bench.base import is_ours
 from flashtile.bench.cases import Case
 from flashtile.bench.html import words
-from flashtile.bench.html.drawing import Chart, DotChart, GridChart, Headings, LineChart, Lines, Series, figure
+from flashtile.bench.html.drawing import Chart, DotChart, LineChart, Series, figure
 from flashtile.bench.html.words import Facets
 from flashtile.bench.record import SPEEDS, Record, Row, case_key, grouped, mode_ratios, ratios_to_best
+from flashtile.bench.report import Table, pivot
 from flashtile.bench.serving_cases import BALANCE
 
 _LENGTH = "sequence length (tokens)"
@@ -51,13 +52,13 @@ class Named:
 @dataclass(frozen=True)
 class Part:
     """A record on the page. `named`: the record. `title`: what it is about. `common`: what all of its cases have.
-    `charts`: its charts. `tables`: titles, headings and lines."""
+    `charts`, `tables`: what it shows."""
 
     named: Named
     title: str
     common: str
     charts: tuple[Chart, ...]
-    tables: tuple[tuple[str, Headings, Lines], ...]
+    tables: tuple[Table, ...]
 
 
 def in_order(records: Sequence[Named]) -> list[Named]:
@@ -93,10 +94,9 @@ def record_part(named: Named) -> Part:
     """All that a record holds."""
     rows, said = named.rows, _said(named.rows)
     attention = attention_rows(named)
-    charts: list[Chart] = [*losses([row for row in rows if row.get("curve")]), *ratios(attention), *lengths(rows)]
-    found_grids, in_grids = grids(rows)
-    charts += [*found_grids, *breakdowns(rows), *invariance(rows)]
-    tables = []
+    charts: list[Chart] = [*losses([row for row in rows if row.get("curve")]), *ratios(attention), *memory(rows)]
+    charts += [*breakdowns(rows), *invariance(rows)]
+    tables, in_grids = grids(rows)
     figures = ((unit, found) for row in rows if "step" not in row for unit, found in _figures(row))
     by_kind = grouped(figures, lambda each: (each[1]["op"], each[1]["phase"], each[0]))
     for (op, phase, unit), found in by_kind.items():
@@ -105,7 +105,7 @@ def record_part(named: Named) -> Part:
         rest = [*(row for row in of_kind if case_key(row) in in_grids), *group_families(others)[1]]
         charts += speeds(others, unit, unit, said)
         if rest:
-            tables.append((f"{_title(op, phase)}: {unit}", *_table(rest, unit, said)))
+            tables.append(_table(f"{_title(op, phase)}: {unit}", rest, unit, said))
     charts += rooflines(attention, named.machine)
     kinds = list(
         dict.fromkeys(words.describe_kind(row["op"], row["case"], bool(named.facts.get("gpu"))) for row in rows)
@@ -114,17 +114,36 @@ def record_part(named: Named) -> Part:
     return Part(named, title, ", ".join(said.values()), tuple(charts), tuple(tables))
 
 
-def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[LineChart]:
-    """A chart of each family of some rows, with a line for each implementation."""
-    families, _ = group_families(rows)
-    several = len({row["op"] for row in rows}) > 1
+def _lines(points: Iterable[tuple[str, str, float, float]], x_label: str, unit: str, **options: Any) -> list[LineChart]:
+    """Charts of points, each with the title of its chart, the name of its line, x and y."""
     return [
         LineChart(
-            f"{_title(family.op if several else None, family.phase, label)}: {unit}", _series(family.rows, key),
-            _LENGTH, unit, logarithmic=unit == "ms",
+            title,
+            tuple(
+                Series(name, tuple(sorted((x, y) for *_, x, y in of_name)))
+                for name, of_name in grouped(of_title, lambda point: point[1]).items()
+            ),
+            x_label,
+            unit,
+            **options,
         )
-        for family, label in zip(families, family_labels(families, _said(rows) if said is None else said))
-    ]  # fmt: skip
+        for title, of_title in grouped(points, lambda point: point[0]).items()
+    ]
+
+
+def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[LineChart]:
+    """A chart of each family of some rows, with a line for each implementation."""
+    several = len({row["op"] for row in rows}) > 1
+    points = (
+        (
+            f"{_title(row['op'] if several else None, row['phase'], label)}: {unit}",
+            row["impl"],
+            row["case"]["S"],
+            row[key],
+        )
+        for label, row in _labelled(rows, said)
+    )
+    return _lines(points, _LENGTH, unit, logarithmic=unit == "ms")
 
 
 def breakdowns(rows: Rows) -> list[DotChart]:
@@ -151,30 +170,35 @@ def invariance(rows: Rows) -> list[DotChart]:
     return charts
 
 
-def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
+def grids(rows: Rows) -> tuple[list[Table], set[str]]:
     """Chunks of queries over rows in use, ours beside the same work without a cache, and the keys of their cases."""
     found: dict[str, list[tuple[Row, Row]]] = {}
     dense = {case_key(row): row for row in rows if row["op"] == "serving" and row["impl"] == "dense"}
     for row in rows:
         case = row["case"]
         if is_ours(row["impl"]) and case_key(row) in dense and case["Sq"] > 1 and "queries" not in case:
-            kind = json.dumps([row["impl"], {key: case[key] for key in case if key not in ("S", "Sq")}])
+            kind = json.dumps([row["impl"], {key: case[key] for key in case if key not in _SIZES}])
             found.setdefault(kind, []).append((row, dense[case_key(row)]))
     full = []
     for pairs in found.values():
         counts = [len({row["case"][size] for row, _ in pairs}) for size in _SIZES]
         if min(counts) > 1 and counts[0] * counts[1] == len(pairs):  # several of both sizes, and all pairs of them
-            full.append(pairs)
+            full.append(sorted(pairs, key=lambda pair: [pair[0]["case"][size] for size in _SIZES]))
     cases = [{key: pairs[0][0]["case"][key] for key in pairs[0][0]["case"] if key not in _SIZES} for pairs in full]
-    charts = [
-        GridChart(
-            f"Chunks of prompts, {'in one piece' if label == words.NOTHING else label}: TFLOP/s (share of the same "
-            "without a cache)", "rows in use", "queries", "TFLOP/s",
-            {(r["case"]["Sq"], r["case"]["S"]): (r["tflops"], other["ms"] / r["ms"]) for r, other in pairs},
+    tables = []
+    for label, pairs in zip(words.case_labels(cases), full):
+        where = "in one piece" if label == words.NOTHING else label
+        title = f"Chunks of prompts, {where}: TFLOP/s (share of the same without a cache)"
+        cells = (
+            (
+                [f"{row['case']['Sq']:,}"],
+                f"{row['case']['S']:,}",
+                f"{figure(row['tflops'])} ({other['ms'] / row['ms']:.2f})",
+            )
+            for row, other in pairs
         )
-        for label, pairs in zip(words.case_labels(cases), full)
-    ]  # fmt: skip
-    return charts, {case_key(row) for pairs in full for row, _ in pairs}
+        tables.append(pivot(title, ["queries over rows in use"], cells))
+    return tables, {case_key(row) for pairs in full for row, _ in pairs}
 
 
 #: The sizes of a grid.
@@ -204,14 +228,11 @@ def _figures(row: Row) -> Iterator[tuple[str, Row]]:
         yield unit, {**row, unit: row[SPEEDS.get(unit, "ms")]}
 
 
-def _table(rows: Rows, unit: str, said: Facets) -> tuple[Headings, Lines]:
+def _table(title: str, rows: Rows, unit: str, said: Facets) -> Table:
     """A line for each case, a column for each implementation."""
-    cases = {case_key(row): row["case"] for row in rows}
-    labels = dict(zip(cases, words.case_labels(list(cases.values()), said)))
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
-    found = {(case_key(row), row["impl"]): row[unit] for row in rows}
-    lines = [(labels[key] or "all", *(figure(found.get((key, impl))) for impl in impls)) for key in cases]
-    return ("case", *map(words.full_name, impls)), lines
+    labels = words.case_labels([row["case"] for row in rows], said)
+    cells = (([label or "all"], words.full_name(row["impl"]), figure(row[unit])) for label, row in zip(labels, rows))
+    return pivot(title, ["case"], cells)
 
 
 @dataclass(frozen=True)
@@ -242,9 +263,12 @@ def group_families(rows: Rows) -> tuple[list[Family], list[Row]]:
     return families, rest
 
 
-def family_labels(families: Sequence[Family], said: Facets) -> list[str]:
-    """Names of families, without what is said already."""
-    return words.case_labels([family.case for family in families], said) if families else []
+def _labelled(rows: Rows, said: Facets | None = None) -> Iterator[tuple[str, Row]]:
+    """The rows of families, each with the name of its family, without what is `said`: by default what all have."""
+    families, _ = group_families(rows)
+    labels = words.case_labels([family.case for family in families], _said(rows) if said is None else said)
+    for label, family in zip(labels, families):
+        yield from ((label, row) for row in family.rows)
 
 
 def _without_length(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,58 +285,41 @@ def _said(rows: Rows) -> Facets:
     return words.common_facets([row["case"] for row in rows])
 
 
-def _series(rows: Rows, key: str) -> tuple[Series, ...]:
-    return tuple(
-        Series(impl, tuple(sorted((row["case"]["S"], row[key]) for row in of_impl)))
-        for impl, of_impl in grouped(rows, lambda row: row["impl"]).items()
-    )
-
-
 def ratios(rows: Rows) -> list[LineChart]:
     """A chart for each phase and implementation of ours, with a line for each family."""
-    families, _ = group_families(rows)
-    labels = family_labels(families, _said(rows))
-    pairs = [(label, one) for family, label in zip(families, labels) for one in ratios_to_best(family.rows)]
-    lines = grouped(pairs, lambda pair: (pair[1].phase, pair[1].ours))
-    several = len({ours for _, ours in lines}) > 1
-    return [
-        LineChart(
-            _title(None, phase, words.full_name(ours) if several else "") + ": speed over the best peer",
-            tuple(
-                Series(label, tuple(sorted((one.case["S"], one.value) for _, one in of_label)))
-                for label, of_label in grouped(found, lambda pair: pair[0]).items()
-            ),
-            _LENGTH,
-            "× the best peer",
-            level=1.0,
-        )
-        for (phase, ours), found in lines.items()
+    found = [
+        (label, one)
+        for label, of_label in grouped(_labelled(rows), lambda each: each[0]).items()
+        for one in ratios_to_best(row for _, row in of_label)
     ]
+    several = len({one.ours for _, one in found}) > 1
+    points = (
+        (_title(None, one.phase, words.full_name(one.ours) if several else "") + ": speed over the best peer", label,
+         one.case["S"], one.value)
+        for label, one in found
+    )  # fmt: skip
+    return _lines(points, _LENGTH, "× the best peer", level=1.0)
 
 
-def lengths(rows: Rows) -> list[Chart]:
+def memory(rows: Rows) -> list[LineChart]:
     """Memory of each family."""
-    charts: list[Chart] = []
-    for key in ("peak_mib", "memory_mib"):
-        families, _ = group_families([row for row in rows if row.get(key)])
-        for family, label in zip(families, family_labels(families, _said(rows))):
-            title = _title(None, family.phase, label) + ": memory"
-            unit = "MiB, without inputs and gradients"
-            charts.append(LineChart(title, _series(family.rows, key), _LENGTH, unit, logarithmic=True))
-    return charts
+    points = (
+        (_title(None, row["phase"], label) + ": memory", row["impl"], row["case"]["S"], row[key])
+        for key in ("peak_mib", "memory_mib")
+        for label, row in _labelled([row for row in rows if row.get(key)])
+    )
+    return _lines(points, _LENGTH, "MiB, without inputs and gradients", logarithmic=True)
 
 
-def losses(rows: Rows) -> list[Chart]:
+def losses(rows: Rows) -> list[LineChart]:
     """Losses of rows that have a `curve`, each point the mean of some steps."""
-    curves = grouped(rows, case_key)
-    labels = words.case_labels([of_case[0]["case"] for of_case in curves.values()], _said(rows))
-    charts: list[Chart] = []
-    for label, of_case in zip(labels, curves.values(), strict=True):
-        series = [Series(one["impl"], points) for one in of_case if (points := smooth(one))]
-        if series:
-            title = ", ".join(filter(None, (words.operation_name(of_case[0]["op"]), label)))
-            charts.append(LineChart(title, tuple(series), "step", "loss", steps=True))
-    return charts
+    labels = words.case_labels([row["case"] for row in rows], _said(rows))
+    points = (
+        (", ".join(filter(None, (words.operation_name(row["op"]), label))), row["impl"], *point)
+        for label, row in zip(labels, rows)
+        for point in smooth(row)
+    )
+    return _lines(points, "step", "loss", steps=True)
 
 
 def smooth(row: Row) -> tuple[tuple[float, float], ...]:
@@ -328,7 +335,7 @@ def smooth(row: Row) -> tuple[tuple[float, float], ...]:
     return tuple(found)
 
 
-def rooflines(rows: Rows, machine: str) -> list[Chart]:
+def rooflines(rows: Rows, machine: str) -> list[LineChart]:
     """A chart for each phase and dtype, of our rows that the IO model describes; none where it does not know the
     machine. Work is that of the benchmark, visible pairs; bytes are what the kernels move, by the model."""
     device = io_model.find_device(machine)
@@ -340,7 +347,7 @@ def rooflines(rows: Rows, machine: str) -> list[Chart]:
         name = f"{words.full_name(row['impl'])}, head_dim {row['case']['D']}"
         of_chart = points.setdefault((row["phase"], Case.from_record(row["case"]).torch_dtype), {})
         of_chart.setdefault(name, []).append((intensity, row["tflops"], label))
-    charts: list[Chart] = []
+    charts = []
     for (phase, dtype), by_name in points.items():
         series = [
             Series(name, tuple((x, y) for x, y, _ in of_name), tuple(label for *_, label in of_name))

@@ -9,10 +9,12 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashtile.bench.base import is_ours
 from flashtile.bench.html.words import full_name
+from flashtile.bench.report import Table, pivot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,9 +78,6 @@ Styles = Mapping[str, int]
 #: Numbers beside an axis of ratios: of a wide range, and of a narrow one.
 _FAR, _NEAR = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50), (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2)
 
-Headings = Sequence[str]
-Lines = Sequence[Sequence[str]]
-
 
 @dataclass(frozen=True)
 class Series:
@@ -112,21 +111,20 @@ class LineChart:
     steps: bool = False
     roof: tuple[tuple[float, float], ...] = ()
 
-    def table(self) -> tuple[Headings, Lines]:
+    def table(self) -> Table:
+        points = [(one, *point) for one in self.series for point in one.points]
         if self.roof:
             (low, at_low), (_, peak) = self.roof[0], self.roof[-1]
-            return ("kernel and case", "FLOP/byte", self.unit, "of the roof"), [
-                (f"{one.name}: {name}", figure(x), figure(y), f"{y / min(peak, at_low / low * x):.0%}")
-                for one in self.series
-                for (x, y), name in zip(one.points, one.names, strict=True)
+            names = [name for one in self.series for name in one.names]
+            lines = [
+                [f"{one.name}: {name}", figure(x), figure(y), f"{y / min(peak, at_low / low * x):.0%}"]
+                for (one, x, y), name in zip(points, names, strict=True)
             ]
-        places = sorted({x for one in self.series for x, _ in one.points})
-        by_name = {full_name(one.name): dict(one.points) for one in self.series}
-        lines = [
-            (f"{x:,.0f}", *(figure(values.get(x)) for values in by_name.values()))
-            for x in (places[-1:] if self.steps else places)
-        ]
-        return (self.x_label, *by_name), lines
+            return Table(self.title, ["kernel and case", "FLOP/byte", self.unit, "of the roof"], lines)
+        last = max(x for _, x, _ in points)
+        shown = sorted((point for point in points if point[1] == last or not self.steps), key=lambda point: point[1])
+        cells = (([f"{x:,.0f}"], full_name(one.name), figure(y)) for one, x, y in shown)
+        return pivot(self.title, [self.x_label], cells)
 
 
 @dataclass(frozen=True)
@@ -144,36 +142,16 @@ class DotChart:
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for of_case in self.cases.values() for name in of_case))
 
-    def table(self) -> tuple[Headings, Lines]:
-        names = self.names()
-        lines = [(case, *(figure(found.get(name)) for name in names)) for case, found in self.cases.items()]
-        return ("case", *map(full_name, names)), lines
+    def table(self) -> Table:
+        cells = (
+            ([case], full_name(name), figure(value))
+            for case, of_case in self.cases.items()
+            for name, value in of_case.items()
+        )
+        return pivot(self.title, ["case"], cells)
 
 
-@dataclass(frozen=True)
-class GridChart:
-    """Cells of two sizes, each with its speed and the share of another's. `title`: what it shows. `x_label`, `y_label`:
-    of the sizes. `unit`: of the speeds. `cells`: (y, x) -> speed and share, which the shade shows."""
-
-    title: str
-    x_label: str
-    y_label: str
-    unit: str
-    cells: Mapping[tuple[int, int], tuple[float, float]]
-
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """The sizes on the y axis, and those on the x axis."""
-        ys, xs = (sorted(set(found)) for found in zip(*self.cells))
-        return ys, xs
-
-    def table(self) -> tuple[Headings, Lines]:
-        ys, xs = self.sizes()
-        cells = {place: f"{figure(speed)} ({share:.2f})" for place, (speed, share) in self.cells.items()}
-        lines = [(f"{y:,}", *(cells.get((y, x), "–") for x in xs)) for y in ys]
-        return (f"{self.y_label} over {self.x_label}", *(f"{x:,}" for x in xs)), lines
-
-
-Chart = LineChart | DotChart | GridChart
+Chart = LineChart | DotChart
 
 
 def figure(value: float | None) -> str:
@@ -191,14 +169,27 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.subplots()
-        if isinstance(chart, GridChart):
-            _draw_grid(axes, chart)
-        else:
-            draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
-            _draw_legend(figure, axes, draw_chart(figure, axes, chart, _Style(styles)))
+        draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
+        _draw_legend(figure, axes, draw_chart(figure, axes, chart, _Style(styles)))
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _embedded(file.getvalue(), chart.title, number)
+
+
+def save_picture(charts: Sequence[LineChart], title: str, path: Path) -> None:
+    """Saves charts side by side as a PNG file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_SETTINGS, "axes.edgecolor": "#bbbbbb", "grid.color": "#dddddd"}):
+        figure = Figure(figsize=(1.3 * _WIDTH * len(charts), 1.6 * _HEIGHT), dpi=160, layout="constrained")
+        figure.suptitle(title)
+        for axes, chart in zip(figure.subplots(1, len(charts)), charts):
+            _draw_lines(figure, axes, chart, _Style({}))
+            axes.set_title(chart.title)
+            if len(chart.series) > 1:
+                axes.legend()
+        figure.savefig(path)
 
 
 def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
@@ -303,21 +294,6 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> li
     axes.grid(True, axis="x")
     figure.set_figheight(y + 0.6)
     return list(map(full_name, chart.names()))
-
-
-def _draw_grid(axes: Axes, chart: GridChart) -> None:
-    """A cell for each pair of sizes, the darker the larger its share; from half of it to all."""
-    from matplotlib.patches import Rectangle
-
-    ys, xs = chart.sizes()
-    for (y, x), (speed, share) in chart.cells.items():
-        column, line = xs.index(x), ys.index(y)
-        shade = min(0.6, max(0.05, share - 0.45))
-        axes.add_patch(Rectangle((column, line), 1, 1, facecolor=LIGHT[0], alpha=shade, edgecolor=_BOX))
-        axes.text(column + 0.5, line + 0.5, f"{figure(speed)} ({share:.2f})", ha="center", va="center", size=9)
-    axes.set(xlim=(0, len(xs)), ylim=(len(ys), 0), xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.set_xticks([place + 0.5 for place in range(len(xs))], list(map(_length, xs)))
-    axes.set_yticks([place + 0.5 for place in range(len(ys))], list(map(_length, ys)))
 
 
 def _length(value: float) -> str:
