@@ -25,8 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.evidence.measure import make_row
-from flashtile.bench.record import Recorder, command_line
+from flashtile.bench.record import Recorder, command_line, make_row
 from flashtile.integrations.transformers import register
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from benchmarks.evidence.measure import make_row
-from flashtile.bench.record import Recorder, command_line
+from flashtile.bench.record import Recorder, command_line, make_row
 from flashtile.bench.timing import Uncaptured, make_timer, step_facts, typical
 from flashtile.models import GPT, GPTConfig
 from flashtile.prefix_trees import PrefixTree

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from flashtile.bench.record import command_line, make_record, write_record
+from flashtile.bench.record import command_line, make_record, make_row, write_record
 
 _CASE = {"B": 2, "S": 1024, "H": 16, "Hkv": 16, "D": 128, "Dv": 128, "causal": True, "dtype": "bf16"}
 
@@ -65,15 +65,7 @@ def main() -> None:
             case = {**_CASE, "cache": state}
             if state == "function":
                 case["function"] = "waves"
-            rows.append(
-                {
-                    "op": "attention-first-call",
-                    "phase": "fwd+bwd",
-                    "impl": implementation,
-                    "case": case,
-                    "ms": 1000 * seconds,
-                }
-            )
+            rows.append(make_row("attention-first-call", "fwd+bwd", implementation, case, ms=1000 * seconds))
     if arguments.output:
         command = command_line("python tools/first_call.py")
         write_record(make_record(torch.device("cuda"), command, rows), arguments.output)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from benchmarks.bert.batches import IGNORED, Batch, make_batch
 from benchmarks.evidence.text import Text
-from flashtile.bench.base import AnyCase, Implementation, Problem, Verdict
-from flashtile.bench.training import judge_losses, peak_tflops
-from flashtile.bench.training_steps import PHASE, Steps, judge_dropout, sample_reference
+from flashtile.bench.base import AnyCase, Implementation
+from flashtile.bench.training_steps import PHASE, Steps, StepsProblem, sample_reference
 from flashtile.models import BertConfig, BertForPreTraining, to_hugging_face
 
 #: Sequences that the eager model takes at once where it trains with dropout: it keeps S×S matrices of each head.
@@ -60,6 +59,11 @@ class BertCase(AnyCase):
             self.S, layers, heads, width, vocabulary, dropout=self.dropout_p, attention_dropout=self.dropout_p
         )
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that are no padding."""
+        return sum(self.lengths)
+
     def record(self) -> dict[str, Any]:
         """The `case` object of a record; `lengths` are those of the sequences without padding. Without dropout it has
         no such key, as in records that are older than dropout."""
@@ -72,7 +76,7 @@ class BertCase(AnyCase):
         config = self.config
         weights = 12 * config.layers * config.width**2 + config.width**2 + config.vocabulary * config.width
         attention = 4 * config.layers * config.width * sum(length**2 for length in self.lengths)
-        return 3.0 * (2 * weights * sum(self.lengths) + attention)
+        return 3.0 * (2 * weights * self.tokens + attention)
 
 
 class Model(nn.Module):
@@ -196,14 +200,12 @@ class Training(Steps[Batch]):
         return found
 
 
-class BertProblem(Problem):
+class BertProblem(StepsProblem):
     """A case on a device.
 
     Raises:
         ValueError: transformers, whose model is the oracle, is not installed.
     """
-
-    phases = (PHASE,)
 
     def __init__(self, case: BertCase, batch: Batch, device: torch.device) -> None:
         if importlib.util.find_spec("transformers") is None:
@@ -212,36 +214,24 @@ class BertProblem(Problem):
             )
         super().__init__(case, device)
         self._batch = batch.to(device)
-        self._autocast = case.dtype == "bf16"
         torch.manual_seed(0)
         with device:  # where random weights take the least time
             self._state = BertForPreTraining(case.config).state_dict()
         eager = _transformers("eager")
-        self._exact = self._trained(eager, torch.float64)
-        theirs = self._trained(eager)
-        # By whether it is ours that is judged.
-        self._eager = {False: theirs, True: self._trained(_narrow_eager) if self._autocast else theirs}
-        self._dropped = self._sampled() if case.dropout_p else None
+        self.exact, self.eager = self._trained(eager, torch.float64), self._trained(eager)
+        self._narrow = self._trained(_narrow_eager) if self.autocast else self.eager
+        self.dropped = self._sampled() if case.dropout_p else None
 
     def bind(self, implementation: Implementation) -> Training:
         model = self._built(implementation.build, self.case)
-        return Training(model, self._batch, self._autocast, drops=bool(self.case.dropout_p))
+        return Training(model, self._batch, self.autocast, drops=bool(self.case.dropout_p))
 
     def _built(self, build: Callable[[BertConfig, dict[str, Tensor]], Model], case: BertCase) -> Model:
         with self.device:
             return build(case.config, self._state)
 
-    def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
-        verdict = judge_losses(results, self._exact, self._eager[bound.ours], self._autocast)
-        if self._dropped is None or verdict.why is not None:
-            return verdict
-        return verdict._replace(why=judge_dropout(results, self._dropped).why)
-
-    def speed(self, phase: str, ms: float) -> dict[str, Any]:
-        """Tokens that are no padding each second, and the share of the GPU's peak that the model's products reach."""
-        tflops, peak = self.case.flops(phase) / ms / 1e9, peak_tflops(self.device)
-        tokens_per_s = sum(self.case.lengths) / ms * 1e3
-        return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
+    def eager_of(self, bound: Training) -> dict[str, Tensor]:
+        return self._narrow if bound.ours else self.eager
 
     def _trained(
         self, build: Callable[[BertConfig, dict[str, Tensor]], Model], dtype: torch.dtype = torch.float32
@@ -249,14 +239,14 @@ class BertProblem(Problem):
         """The first losses of a model without dropout; in float32 as autocast has it."""
         model = self._built(build, replace(self.case, dropout_p=0.0)).to(dtype)
         some = self._batch.shortest_and_longest()
-        return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
+        return Training(model, some, self.autocast and dtype is torch.float32).results(PHASE)
 
     def _sampled(self) -> dict[str, Tensor]:
         """Samples of the effect of dropout in transformers' eager model."""
 
         def make() -> Training:
             model = self._built(_transformers("eager"), self.case)
-            return Training(model, self._batch, self._autocast, drops=True, size=_EAGER_BATCH)
+            return Training(model, self._batch, self.autocast, drops=True, size=_EAGER_BATCH)
 
         return sample_reference(make, self._batch)
 

@@ -1,9 +1,8 @@
-"""Time and memory of training, and rows of records."""
+"""Time and memory of training."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
@@ -33,9 +32,3 @@ class Stopwatch:
     def _wait(self) -> None:
         if self._cuda:
             torch.cuda.synchronize(self._device)
-
-
-def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any) -> dict[str, Any]:
-    """A row in the format of benchmarks/results/README.md; what is not given is null."""
-    return {"op": op, "phase": phase, "impl": impl, "case": case, "ms": None, "tflops": None, "gbps": None,
-            "error": None, **found}  # fmt: skip

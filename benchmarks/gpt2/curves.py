@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import Stopwatch, make_row
+from benchmarks.evidence.measure import Stopwatch
 from benchmarks.evidence.text import Text, batch_of
 from flashtile.bench.base import Implementation
-from flashtile.bench.training import TrainCase, Training, make_weights, peak_tflops
+from flashtile.bench.record import make_row
+from flashtile.bench.training import TrainCase, Training, make_weights
+from flashtile.bench.training_steps import peak_tflops
 
 OP = "train-curve"
 _WARM_UP_STEPS, _TIMED_STEPS = 3, 5

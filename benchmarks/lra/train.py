@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import Stopwatch, make_row
+from benchmarks.evidence.measure import Stopwatch
 from benchmarks.lra.attentions import ATTENTIONS
 from benchmarks.lra.examples import Examples
 from benchmarks.lra.model import Classifier, Sizes
 from benchmarks.lra.tasks import Task
+from flashtile.bench.record import make_row
 
 _WARM_UP_STEPS, _TIMED_STEPS = 5, 9
 #: Points of a loss curve.

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flashtile
 from flashtile.bench.base import AnyCase, judge, select_named
 from flashtile.bench.commands import check_seconds
-from flashtile.bench.record import Recorder, command_line, require_writable
+from flashtile.bench.record import Recorder, command_line, make_row, require_writable
 from flashtile.bench.runner import describe
 from flashtile.bench.start import UserError
 from flashtile.bench.timing import describe_profile, profile_calls, time_calls
@@ -309,18 +309,14 @@ def _rows(
             alone = found = _mean_time(found) if found else {}
         gpus = 1 if name == BASELINE else case.gpus
         for phase in PHASES:
-            facts = (found or {}).get(phase, {"ms": None})
-            ms = facts["ms"]
-            rows.append(
-                {
-                    "op": case.op, "phase": phase, "impl": name, "case": case.record(), "ms": ms,
-                    "tflops": None if ms is None else case.flops(phase) / ms / 1e9, "gbps": None, "error": error,
-                    "timer": "cuda-events" if where.type == "cuda" else "perf-counter",
-                    # One GPU's time for all of the work over all GPUs' time.
-                    "efficiency": alone[phase]["ms"] / (ms * gpus) if ms and phase in alone else None, **facts,
-                }
-                | ({} if why is None else {"why": why})
-            )  # fmt: skip
+            facts: dict[str, Any] = {"efficiency": None} | ({} if why is None else {"why": why})
+            if found:
+                ms = found[phase]["ms"]
+                facts |= {"tflops": case.flops(phase) / ms / 1e9, **found[phase]}
+                if alone:  # one GPU's time for all of the work over all GPUs' time
+                    facts["efficiency"] = alone[phase]["ms"] / (ms * gpus)
+            timer = "cuda-events" if where.type == "cuda" else "perf-counter"
+            rows.append(make_row(case.op, phase, name, case.record(), error=error, timer=timer, **facts))
     return rows
 
 

@@ -69,6 +69,12 @@ def make_record(device: torch.device, command: str, rows: Sequence[Row]) -> Reco
     return {**found, "command": command, "rows": list(rows)}
 
 
+def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any) -> Row:
+    """A row of a record; what is not given is null."""
+    nothing = dict.fromkeys(("ms", "tflops", "gbps", "error"))
+    return {"op": op, "phase": phase, "impl": impl, "case": case, **nothing, **found}
+
+
 def command_line(program: str = "flashtile", arguments: Sequence[str] | None = None) -> str:
     """How a program was started: its arguments (None for those of the process) without the place of its output."""
     kept: list[str] = []
@@ -274,11 +280,6 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Group]) -> dict[_Gro
     for each in items:
         found.setdefault(key(each), []).append(each)
     return found
-
-
-def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
-    """Key of a case -> implementation -> row."""
-    return {key: {row["impl"]: row for row in of_case} for key, of_case in grouped(rows, case_key).items()}
 
 
 def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flashtile.bench.record import Row
+from flashtile.bench.record import Row, make_row
 from flashtile.bench.timing import Timer, WrongReplayError, typical
 
 #: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
@@ -176,17 +176,15 @@ def _prepare(implementation: Any, problem: Any) -> Prepared:
 
 def _row(entry: Prepared, problem: Any, case: Any, phase: str) -> Row:
     error = entry.errors.get(phase)
-    row: Row = {
-        "op": problem.op, "phase": phase, "impl": entry.implementation.name, "case": case.record(), "ms": None,
-        "tflops": None, "gbps": None, "error": error if error is not None and math.isfinite(error) else None,
-        **problem.labels(phase),
-    }  # fmt: skip
+    found: Row = {"error": error if error is not None and math.isfinite(error) else None}
     if phase in entry.why:
-        return {**row, "why": entry.why[phase]}
-    kind = entry.timers[phase].kind
-    ms = typical(entry.samples[phase], kind)
-    found = {**row, "ms": ms, **problem.speed(phase, ms), **entry.facts[phase]}
-    return {**found, "timer": kind} if kind else found
+        found["why"] = entry.why[phase]
+    else:
+        kind = entry.timers[phase].kind
+        ms = typical(entry.samples[phase], kind)
+        found |= {"ms": ms, **problem.speed(phase, ms), **entry.facts[phase]} | ({"timer": kind} if kind else {})
+    named = {"phase": phase, **problem.labels(phase)}
+    return make_row(problem.op, impl=entry.implementation.name, case=case.record(), **named, **found)
 
 
 def describe(error: Exception) -> str:

@@ -16,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashtile import io_model
-from flashtile.bench import base
-from flashtile.bench.base import AnyCase, Implementation, Verdict, judge, select_named
-from flashtile.bench.training_steps import PHASE, Steps, check_dropout, judge_dropout, sample_reference
+from flashtile.bench.base import AnyCase, Implementation, select_named
+from flashtile.bench.training_steps import PHASE, Steps, StepsProblem, check_dropout, sample_reference
 from flashtile.bench.values import help_text_tokens
 from flashtile.models import GPT, GPTConfig, from_hugging_face, to_hugging_face
 
@@ -270,42 +268,28 @@ class Training(Steps[Tensor]):
         return found
 
 
-class TrainProblem(base.Problem):
+class TrainProblem(StepsProblem):
     """A case on a device."""
-
-    phases = (PHASE,)
 
     def __init__(self, case: TrainCase, device: torch.device) -> None:
         super().__init__(case, device)
-        self._tokens, self._autocast = make_tokens(case, device), case.dtype == "bf16"
+        self._tokens = make_tokens(case, device)
         self._weights = trained_weights(case, device) if case.steps else make_weights(case, device)
-        self._exact, self._eager = self._trained(torch.float64), self._trained(torch.float32)
-        self._dropped = self._sampled() if case.dropout_p else None
+        self.exact, self.eager = self._trained(torch.float64), self._trained(torch.float32)
+        self.dropped = self._sampled() if case.dropout_p else None
 
     def bind(self, implementation: Implementation) -> Training:
         model = implementation.build(self.case, self._weights)
         found, expected = (sum(t.numel() for t in group) for group in (model.parameters, self._weights.values()))
         if found != expected:
             raise ValueError(f"{implementation.name} has {found} parameters, expected {expected}")
-        return Training(model, self._tokens, self._autocast, drops=bool(self.case.dropout_p))
-
-    def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
-        verdict = judge_losses(results, self._exact, self._eager, self._autocast)
-        if self._dropped is None or verdict.why is not None:
-            return verdict
-        return verdict._replace(why=judge_dropout(results, self._dropped).why)
-
-    def speed(self, phase: str, ms: float) -> dict[str, Any]:
-        """Tokens each second, and where the GPU's peak is known, the share of it that the model's products reach."""
-        tflops, peak = self.case.flops(phase) / ms / 1e9, peak_tflops(self.device)
-        tokens_per_s = self.case.tokens / ms * 1e3
-        return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
+        return Training(model, self._tokens, self.autocast, drops=bool(self.case.dropout_p))
 
     def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The first losses of the plain formula without dropout; in float32 as autocast has it."""
         weights = {name: weight.to(dtype) for name, weight in self._weights.items()}
         model = build_plain(replace(self.case, dropout_p=0.0), weights)
-        autocast = self._autocast and dtype is torch.float32
+        autocast = self.autocast and dtype is torch.float32
         checked = checked_tokens(self._tokens)  # alone: of a whole sequence it would hold all scores
         return Training(model, checked, autocast, _ORACLE_BATCH).results(PHASE)
 
@@ -315,7 +299,7 @@ class TrainProblem(base.Problem):
 
         def make() -> Training:
             model = build_plain(self.case, self._weights)
-            return Training(model, checked, self._autocast, _ORACLE_BATCH, drops=True)
+            return Training(model, checked, self.autocast, _ORACLE_BATCH, drops=True)
 
         return sample_reference(make, checked)
 
@@ -333,23 +317,3 @@ def trained_weights(case: TrainCase, device: torch.device) -> dict[str, Tensor]:
     for step in range(case.steps):
         training.step(make_tokens(case, device, seed=1 + step))
     return {name: parameter.detach() for name, parameter in zip(weights, model.parameters, strict=True)}
-
-
-def judge_losses(
-    results: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, Tensor], autocast: bool
-) -> Verdict:
-    """Whether losses by name ("loss": of steps, else of tokens) are those of the training in float64, as the `eager`
-    ones are, which may have fewer names. `autocast`: products are bfloat16."""
-    parts = [(name, results[name], exact[name], expected) for name, expected in eager.items()]
-    verdict = judge(parts)
-    if not autocast:
-        return verdict
-    # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
-    rounded = [(n, f.bfloat16(), x, e.bfloat16()) if n == "loss" else (n, f, x, e) for n, f, x, e in parts]
-    return verdict._replace(why=judge(rounded).why)
-
-
-def peak_tflops(device: torch.device) -> float | None:
-    """Peak rate of bfloat16 products on a GPU that the IO model knows; None on another device."""
-    known = io_model.find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if known is None else known.flops[torch.bfloat16] / 1e12

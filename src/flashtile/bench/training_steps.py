@@ -22,8 +22,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from flashtile import io_model
 from flashtile.bench import base
-from flashtile.bench.base import Verdict
+from flashtile.bench.base import Verdict, judge
 from flashtile.bench.start import UserError
 from flashtile.bench.timing import step_facts
 
@@ -201,3 +202,58 @@ def judge_dropout(results: dict[str, Tensor], reference: dict[str, Tensor]) -> V
             f"{_SCATTER:g}"
         )
     return Verdict(worst, "wrong dropout: " + "; ".join(wrong) if wrong else None)
+
+
+class StepsProblem(base.Problem):
+    """Training steps of a case on a device.
+
+    Attributes:
+        autocast: products are bfloat16.
+        exact, eager: losses by name of the training in float64, and of the eager one.
+        dropped: samples of the effect of dropout; None without.
+    """
+
+    phases = (PHASE,)
+    exact: dict[str, Tensor]
+    eager: dict[str, Tensor]
+    dropped: dict[str, Tensor] | None = None
+
+    def __init__(self, case: Any, device: torch.device) -> None:
+        super().__init__(case, device)
+        self.autocast = case.dtype == "bf16"
+
+    def eager_of(self, bound: Any) -> dict[str, Tensor]:
+        """The eager losses that say what rounding may do to those of an implementation."""
+        return self.eager
+
+    def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
+        verdict = judge_losses(results, self.exact, self.eager_of(bound), self.autocast)
+        if self.dropped is None or verdict.why is not None:
+            return verdict
+        return verdict._replace(why=judge_dropout(results, self.dropped).why)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        """Tokens each second, and where the GPU's peak is known, the share of it that the model's products reach."""
+        tflops, peak = self.case.flops(phase) / ms / 1e9, peak_tflops(self.device)
+        tokens_per_s = self.case.tokens / ms * 1e3
+        return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
+
+
+def judge_losses(
+    results: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, Tensor], autocast: bool
+) -> Verdict:
+    """Whether losses by name ("loss": of steps, else of tokens) are those of the training in float64, as the `eager`
+    ones are, which may have fewer names. `autocast`: products are bfloat16."""
+    parts = [(name, results[name], exact[name], expected) for name, expected in eager.items()]
+    verdict = judge(parts)
+    if not autocast:
+        return verdict
+    # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
+    rounded = [(n, f.bfloat16(), x, e.bfloat16()) if n == "loss" else (n, f, x, e) for n, f, x, e in parts]
+    return verdict._replace(why=judge(rounded).why)
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Peak rate of bfloat16 products on a GPU that the IO model knows; None on another device."""
+    known = io_model.find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if known is None else known.flops[torch.bfloat16] / 1e12

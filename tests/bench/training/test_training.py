@@ -19,12 +19,11 @@ from flashtile.bench.training import (
     TrainProblem,
     build_plain,
     chosen_cases,
-    judge_losses,
     make_tokens,
     make_weights,
-    peak_tflops,
     token_losses,
 )
+from flashtile.bench.training_steps import judge_losses, peak_tflops
 from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
