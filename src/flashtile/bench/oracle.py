@@ -136,42 +136,30 @@ def _choose_heads(case: Case, device: torch.device) -> Tensor:
 def _reference(
     case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None
 ) -> dict[str, Tensor]:
-    """Output and gradients of the eager reference in the tensors' dtype, by sequences or documents where there are."""
-    if case.segments is None:
-        return _reference_in_blocks(case, tensors, dropout_seed, mask)
-    parts = {name: tensor.split(case.segments, 1) for name, tensor in tensors.items()}
-    starts = accumulate(case.segments, initial=0)
-    results = [
-        _reference_in_blocks(case, dict(zip(parts, part, strict=True)), dropout_seed, start=start)
-        for start, part in zip(starts, zip(*parts.values(), strict=True))
-    ]
-    return {name: torch.cat([result[name] for result in results], 1) for name in results[0]}
-
-
-def _reference_in_blocks(
-    case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None = None, start: int = 0
-) -> dict[str, Tensor]:
-    """The same for `[B, S, heads, D]`, by blocks of queries. `start`: where this part of the sequence starts."""
-    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    """Output and gradients of the eager reference in the tensors' dtype, by blocks of queries. Tensors are
+    `[B, S, heads, D]`; sequences and documents stand one after another."""
     tables, learns = [name for name in tensors if name.startswith("table")], masks.learns(case.function)
-    found = {name: torch.zeros_like(tensors[name[1:]]) for name in ("dq", "dbias") if name[1:] in tensors}
+    found = {"out": torch.empty_like(tensors["dout"])}
+    found |= {f"d{name}": torch.zeros_like(tensors[name]) for name in ("q", "bias") if name in tensors}
     summed = ("k", "v", *(tables if learns else ()))
-    sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64, device=q.device) for name in summed}
-    outs = []
-    for rows, keys in _blocks(case, q):
-        block_inputs = {"q": q[:, rows], "k": k[:, keys], "v": v[:, keys]}
+    sums = {name: torch.zeros_like(tensors[name], dtype=torch.float64) for name in summed}
+    for rows, keys in _blocks(case, tensors["q"]):
+        leaves = {"q": tensors["q"][:, rows], "k": tensors["k"][:, keys], "v": tensors["v"][:, keys]}
         if "bias" in tensors:
-            block_inputs["bias"] = tensors["bias"][..., rows, keys]
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in block_inputs.items()}
+            leaves["bias"] = tensors["bias"][..., rows, keys]
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
         read = [tensors[name].clone().requires_grad_(learns) for name in tables]
-        shown = _shown(case, rows, keys, mask, q.device, start)
-        arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": shown}
+        arguments: dict[str, Any] = {
+            **leaves,
+            **case.arguments(),
+            "mask": _shown(case, rows, keys, mask, tensors["q"].device),
+        }
         if case.function in masks.SCORES:
             arguments["score_mod"] = _from_row(rows.start, masks.SCORES[case.function].make(read, case.S))
         out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
         wanted = [*leaves.values(), *(read if learns else ())]
         dq, dk, dv, *more = torch.autograd.grad(out, wanted, tensors["dout"][:, rows])
-        outs.append(out.detach())
+        found["out"][:, rows] = out.detach()
         found["dq"][:, rows] = dq
         sums["k"][:, keys] += dk
         sums["v"][:, keys] += dv
@@ -179,8 +167,7 @@ def _reference_in_blocks(
             found["dbias"][..., rows, keys] = more.pop(0)
         for name, dtable in zip(tables, more):
             sums[name] += dtable
-    of_sums = {f"d{name}": total.to(tensors[name].dtype) for name, total in sums.items()}
-    return {"out": torch.cat(outs, 1), **found, **of_sums}
+    return {**found, **{f"d{name}": total.to(tensors[name].dtype) for name, total in sums.items()}}
 
 
 def _from_row(first: int, whole: masks.ScoreMod) -> masks.ScoreMod:
@@ -191,27 +178,27 @@ def _from_row(first: int, whole: masks.ScoreMod) -> masks.ScoreMod:
 def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
     """Queries that are computed at once, and the keys that they may see. A block's last query must be its last key's
     diagonal, unless there is no band; dropout bits count rows from the start."""
-    batch, seq, heads, _ = q.shape
-    keys = case.Sk or seq
-    hides_later = case.causal or (case.window is not None and case.window[1] == 0 and keys == seq)
-    whole = case.dropout_p or (case.window is not None and not hides_later)
-    block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * keys))
-    left = None if case.window is None or whole else case.window[0]
-    for start in range(0, seq, block):
-        stop = min(start + block, seq)
-        first = 0 if left is None else max(0, start - left)
-        yield slice(start, stop), slice(first, stop if hides_later else keys)
+    batch, rows, heads, _ = q.shape
+    lengths = case.segments or (rows,)
+    for begin, seq in zip(accumulate(lengths, initial=0), lengths):
+        keys = case.Sk or seq
+        hides_later = case.causal or (case.window is not None and case.window[1] == 0 and keys == seq)
+        whole = case.dropout_p or (case.window is not None and not hides_later)
+        block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * keys))
+        left = None if case.window is None or whole else case.window[0]
+        for start in range(0, seq, block):
+            stop = min(start + block, seq)
+            first = 0 if left is None else max(0, start - left)
+            yield slice(begin + start, begin + stop), slice(begin + first, begin + (stop if hides_later else keys))
 
 
-def _shown(
-    case: Case, rows: slice, keys: slice, mask: Tensor | None, device: torch.device, start: int
-) -> Tensor | None:
+def _shown(case: Case, rows: slice, keys: slice, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """The keys that some queries see: made from the layout of tiles, or by evaluating a function of the indices.
     Documents are computed one by one instead."""
     if mask is not None:
         return mask if mask.shape[2] == 1 else mask[:, :, rows]
     if case.function in masks.MASKS:
-        q_index, k_index = (range(start + part.start, start + part.stop) for part in (rows, keys))
+        q_index, k_index = (range(part.start, part.stop) for part in (rows, keys))
         return masks.shown(case.function, case.S, q_index, k_index, device)[None, None]
     if case.mask is None or not case.mask_shows_tiles:
         return None
