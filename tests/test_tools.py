@@ -48,7 +48,9 @@ def test_random_calls_run_on_the_emulated_kernels():
 def test_the_tuner_of_attention_changes_the_tiles_of_the_kernel(monkeypatch):
     from flashtile.ops.attention import call
     from support.attention.backend_calls import HOPPER
-    from tools import tune_attention
+
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import tune_attention
 
     monkeypatch.setattr(call, "current_machine", lambda device: HOPPER)
     q = torch.empty(1, 4096, 16, 64, dtype=torch.bfloat16, device="meta")

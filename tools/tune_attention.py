@@ -4,7 +4,7 @@
 
 Prints, for each kernel, head size and mask, the configurations from fast to slow. A person copies the winner, with
 its reason, into `flashtile/ops/attention/gpu/tile_tables.py`; nothing is tuned on a user's machine. Every
-configuration must give the gradients and outputs of the first one before its time counts. Kernels of the backward are
+configuration must give the gradients and outputs of the tables' own before its time counts. Kernels of the backward are
 timed in the whole of it, where all other kernels are as the tables have them.
 """
 
@@ -15,16 +15,13 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 
 import torch
+from tuning import choosing, time_right
 
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import KernelSource, clear_plans, compile_kernel
-from flashtile.bench.timing import make_timer
+from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu import plan, tile_configs
 from flashtile.ops.attention.gpu.tile_tables import TileConfig
@@ -55,19 +52,6 @@ def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[TileConfi
 def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     shape = (TOKENS // seq, seq, HIDDEN // head_dim, head_dim)
     return {name: torch.randn(shape, device="cuda", dtype=dtype) for name in ("q", "k", "v", "dout")}
-
-
-@contextmanager
-def with_tiles(kernel: str, tiles: TileConfig) -> Iterator[None]:
-    """Plans take these tiles for a kernel in the place of the table's."""
-    from_tables = tile_configs.choose_tiles
-    tile_configs.choose_tiles = lambda name, *given: tiles if name == kernel else from_tables(name, *given)
-    clear_plans()
-    try:
-        yield
-    finally:
-        tile_configs.choose_tiles = from_tables
-        clear_plans()
 
 
 def describe(kernel: str, q: torch.Tensor, causal: bool) -> Call:
@@ -148,22 +132,13 @@ def main() -> None:
 
 
 def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors: dict) -> dict:
-    """Times one configuration; `error` is its distance from the first one's results."""
-    row = {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tiles": list(tiles), "ms": None}
-    call = kernel_call(kernel, tensors, causal)
-    try:
-        with with_tiles(kernel, tiles):
-            results = call()
-            first = tensors.setdefault((kernel, causal), results)
-            distances = [(a - b).float().norm() / b.float().norm() for a, b in zip(results, first, strict=True)]
-            row["error"] = max(map(float, distances))
-            if row["error"] < 0.01:
-                row["ms"] = statistics.median(make_timer(call, torch.device("cuda")).sample(SECONDS))
-            else:
-                row["why"] = f"differs from the first configuration by {row['error']:.1e}"
-    except Exception as error:  # reported in the table: a configuration may not launch
-        row["why"] = repr(error)[:200]
-    return row
+    """Times one configuration; `error` is its distance from the results of the tables' own."""
+    row = {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tiles": list(tiles)}
+    call, own = kernel_call(kernel, tensors, causal), tile_configs.choose_tiles
+    if (kernel, causal) not in tensors:
+        tensors[kernel, causal] = call()
+    with choosing(tile_configs, "choose_tiles", lambda name, *given: tiles if name == kernel else own(name, *given)):
+        return row | time_right(call, tensors[kernel, causal], SECONDS, 0.01)
 
 
 def report(rows: list[dict]) -> None:

@@ -17,18 +17,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from tuning import DEVICE, choosing, milliseconds, time_right
 
 import flashtile
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import clear_plans
-from flashtile.bench.timing import make_timer
 from flashtile.ops.common.split_keys import configs
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
@@ -40,7 +38,6 @@ from flashtile.ops.common.split_keys.configs import (
     shared_memory,
 )
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -89,24 +86,6 @@ def candidates(tile_key: TileKey) -> Iterator[AttendTiles]:
             yield tiles
 
 
-@contextmanager
-def with_tiles(tiles: AttendTiles) -> Iterator[None]:
-    """Calls take these tiles in the place of the table's."""
-    from_table = configs.choose_tiles
-    configs.choose_tiles = lambda *_: tiles
-    clear_plans()
-    try:
-        yield
-    finally:
-        configs.choose_tiles = from_table
-        clear_plans()
-
-
-def milliseconds(call: Callable[[], Any], seconds: float) -> float:
-    call()
-    return statistics.median(make_timer(call, DEVICE).sample(seconds))
-
-
 def copy_gbps(moved: int, seconds: float) -> float:
     """Speed of a copy that reads and writes `moved` bytes together, the faster of PyTorch's two ways."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device=DEVICE)
@@ -130,21 +109,11 @@ def cuts(problem: Problem, sweep: str) -> Iterator[tuple[AttendTiles, int | None
 
 
 def measure(problem: Problem, sweep: str, seconds: float) -> list[dict[str, Any]]:
-    first, rows = None, []
+    expected, rows = [problem.call(None)], []
     for tiles, splits in cuts(problem, sweep):
-        row: dict[str, Any] = {
-            "tiles": list(tiles), "splits": splits or problem.chosen_splits(tiles), "own": not rows, "ms": None,
-        }  # fmt: skip
-        rows.append(row)
-        try:
-            with with_tiles(tiles):
-                out = problem.call(splits)
-                first = out if first is None else first
-                row["error"] = ((out - first).float().norm() / first.float().norm()).item()
-                if row["error"] < 0.02:
-                    row["ms"] = milliseconds(lambda splits=splits: problem.call(splits), seconds)
-        except Exception as error:  # what does not compile or launch is no candidate
-            row["why"] = f"{type(error).__name__}: {str(error)[:200]}"
+        row = {"tiles": list(tiles), "splits": splits or problem.chosen_splits(tiles), "own": not rows}
+        with choosing(configs, "choose_tiles", lambda *_, tiles=tiles: tiles):
+            rows.append(row | time_right(lambda splits=splits: [problem.call(splits)], expected, seconds, 0.02))
     return rows
 
 
@@ -194,7 +163,7 @@ def report(case: str, moved: int, copy: float, rows: list[dict[str, Any]], show:
         )
     for row in rows:
         if row["ms"] is None:
-            print(f"  {AttendTiles(*row['tiles'])}: no time, {row.get('why') or 'wrong result'}")
+            print(f"  {AttendTiles(*row['tiles'])}: no time, {row['why']}")
     print(flush=True)
 
 

@@ -13,24 +13,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from tuning import DEVICE, choosing, milliseconds, time_right
 
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import clear_plans
-from flashtile.bench.timing import make_timer
 from flashtile.ops.common.tiles import RowTile
 from flashtile.ops.layer_norm import kernels
 from flashtile.ops.layer_norm.spec import NormSpec, Operands, Upstream, Wanted
 
 SECONDS = 0.2
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def candidates(phase: str, width: int) -> list[RowTile]:
@@ -108,53 +104,25 @@ class Problem:
         return calls
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    call()
-    return statistics.median(make_timer(call, DEVICE).sample(SECONDS))
-
-
-@contextmanager
-def with_choice(phase: str, choose: Callable[..., RowTile]) -> Iterator[None]:
-    """Calls take the cut of this function in the place of the table's."""
-    name = f"{phase}_config"
-    from_table = getattr(kernels, name)
-    setattr(kernels, name, choose)
-    clear_plans()
-    try:
-        yield
-    finally:
-        setattr(kernels, name, from_table)
-        clear_plans()
-
-
 def table_cut(phase: str, problem: Problem) -> RowTile:
     """The cut that a call takes by itself."""
     seen: list[RowTile] = []
     from_table = getattr(kernels, f"{phase}_config")
-    with with_choice(phase, lambda *given: seen.append(from_table(*given)) or seen[-1]):
+    with choosing(kernels, f"{phase}_config", lambda *given: seen.append(from_table(*given)) or seen[-1]):
         getattr(problem, phase)()
     return seen[0]
 
 
-def error(results: Any, first: Any) -> float:
-    pairs = [(a.float(), b.float()) for a, b in zip(results, first, strict=True) if a is not None]
-    return max(((a - b).norm() / b.norm().clamp(min=1e-20)).item() for a, b in pairs)
-
-
 def measure(phase: str, problem: Problem, limit: int | None) -> list[dict[str, Any]]:
     call, table = getattr(problem, phase), table_cut(phase, problem)
-    first, rows = call(), []
+    expected, rows = call(), []
     width = problem.operands.x0.shape[1]
     for config in [table, *(c for c in candidates(phase, width) if c != table)][:limit]:
-        row: dict[str, Any] = {"cut": list(config), "table": config == table, "ms": None}
-        try:
-            with with_choice(phase, lambda *given, config=config: config):
-                row["error"] = error(call(), first)
-                row["ms"] = milliseconds(call) if row["error"] < 0.01 else None
-        except Exception as problem_of_cut:  # reported: a cut may not compile, or not fit
-            row["why"] = repr(problem_of_cut)[:200]
-        rows.append(row)
-    return rows + [{"cut": name, "table": False, "ms": milliseconds(f)} for name, f in problem.peers(phase).items()]
+        with choosing(kernels, f"{phase}_config", lambda *given, config=config: config):
+            row = {"cut": list(config), "table": config == table}
+            rows.append(row | time_right(call, expected, SECONDS, 0.01))
+    peers = problem.peers(phase).items()
+    return rows + [{"cut": name, "table": False, "ms": milliseconds(f, SECONDS)} for name, f in peers]
 
 
 def copy_speed() -> float:
@@ -162,7 +130,7 @@ def copy_speed() -> float:
     elements = 2**30 if DEVICE.type == "cuda" else 2**20
     source = torch.empty(elements, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * elements / milliseconds(lambda: target.copy_(source)) / 1e6
+    return 2 * elements / milliseconds(lambda: target.copy_(source), SECONDS) / 1e6
 
 
 def main() -> None:
