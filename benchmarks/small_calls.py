@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,16 @@ class EagerTimer:
     kind = "back-to-back"
     _CALLS = 30
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
         self._function = function
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def sample(self, seconds: float) -> list[float]:
-        torch.cuda.synchronize()
+        self._wait()
         start = time.perf_counter()
         for _ in range(self._CALLS):
             self._function()
-        torch.cuda.synchronize()
+        self._wait()
         return [(time.perf_counter() - start) / self._CALLS * 1e3]
 
 
@@ -93,13 +94,13 @@ class EagerProblem(AttentionProblem):
         self.op = "attention-eager"
 
     def timer(self, call: Callable[[], Any]) -> EagerTimer:
-        return EagerTimer(call)
+        return EagerTimer(call, self.device)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
-        return {"tflops": None, "gbps": 1 / ms}  # calls, of which more are better
+        return {}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=256)
     parser.add_argument("--seed", type=int, default=3)
@@ -107,14 +108,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile before anything is measured")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no case begins")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     begin, device = time.perf_counter(), default_device()
     cases = draw_cases(options.count, options.seed)
     measured = [each for each in IMPLEMENTATIONS if each.name in _MEASURED]
     if options.jobs:
         compile_ahead("attention", cases, measured, device, options.jobs)
         print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    recorder = Recorder(device, command_line(), options.output)
+    recorder = Recorder(device, command_line("python -m benchmarks.small_calls", arguments), options.output)
     with side_stream(device):
         for number, case in enumerate(cases):
             if time.perf_counter() - begin > options.until:

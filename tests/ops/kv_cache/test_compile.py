@@ -111,6 +111,7 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
             descale_strides=(call.factors, call.factors),
             tree=call.tree,
             at_one_address=call.latent,
+            one_factor=True,
             misalignments=(call.misalignment, 0),
             spec=spec,
             allow_tf32=call.allow_tf32,
