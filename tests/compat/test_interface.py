@@ -51,7 +51,7 @@ def on(device: str, options: dict) -> dict:
     return {name: value.to(device) if name == "alibi_slopes" else value for name, value in options.items()}
 
 
-@every_dtype
+@places
 @options_and_meaning
 def test_dense(options, meaning, device, dtype):
     options = on(device, options)

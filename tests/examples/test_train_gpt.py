@@ -74,8 +74,8 @@ _SMALL_GPT2 = ["--model=gpt2-small", "--layers=2", "--heads=2", "--width=32", "-
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--precision=bf16", "--fused-loss"], ["--dropout=0.2", "--accumulate=2", *_SMALL_GPT2]],
-    ids=["plain", "bf16", "dropout"],
+    [[], ["--precision=bf16", "--fused-loss", "--dropout=0.2", "--accumulate=2", *_SMALL_GPT2]],
+    ids=["plain", "bf16 with dropout"],
 )
 def test_a_signal_ends_it_and_it_resumes_bit_for_bit(options, train, tmp_path, monkeypatch, capsys):
     assert train("whole", *options) == 0

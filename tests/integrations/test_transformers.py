@@ -4,6 +4,7 @@ import copy
 import importlib
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from support.models.transformers_cases import (
     run,
     transformers,
 )
+from support.running.covering import turns
 from support.running.each_case import each_case
 
 Cache = transformers.cache_utils.Cache
@@ -62,14 +64,10 @@ class Watch(TorchDispatchMode):
 # --- logits, loss, gradients ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "padding"),
-    [
-        (name, padding)
-        for name, tiny in ALL.items()
-        for padding in (("none",) if tiny.kind in ("image", "speech") else ("none", "left", "right"))
-    ],
-)
+_OF_TEXT = [name for name, tiny in ALL.items() if tiny.kind not in ("image", "speech")]
+
+
+@pytest.mark.parametrize(("name", "padding"), [*product(ALL, ["none"]), *turns(_OF_TEXT, ["left", "right"])])
 def test_logits_loss_and_gradients_are_those_of_eager(name, padding):
     check(ALL[name], make_inputs(ALL[name], padding))
 
