@@ -95,6 +95,7 @@ class Implementation:
         default: measured when no `--impl` is given.
         own_dropout: it draws bits of dropout of its own, so no other implementation drops the same weights.
         compiles: it compiles kernels when it is called first.
+        judged: its results are those of the case; not of a copy, or of a step of a case.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Implementation:
     default: bool = True
     own_dropout: bool = False
     compiles: bool = True
+    judged: bool = True
 
     @property
     def ours(self) -> bool:

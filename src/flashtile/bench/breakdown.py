@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import DTYPES, AnyBound, Implementation, Verdict, free_memory, select_named
+from flashtile.bench.base import DTYPES, AnyBound, Implementation, free_memory, select_named
 from flashtile.bench.cases import Case
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.start import UserError
@@ -120,7 +120,7 @@ class Steps(AnyBound):
 
 
 #: What has steps.
-STANDARD = Implementation("standard", build=Steps)
+STANDARD = Implementation("standard", build=Steps, judged=False)
 
 
 class BreakdownProblem(AttentionProblem):
@@ -143,9 +143,6 @@ class BreakdownProblem(AttentionProblem):
 
     def bind(self, implementation: Implementation) -> Any:
         return self._steps if implementation is STANDARD else super().bind(implementation)
-
-    def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return Verdict(math.nan, None) if bound is self._steps else super().judge(bound, phase, results)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         return {}

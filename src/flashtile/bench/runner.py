@@ -167,6 +167,8 @@ def _prepare(implementation: Any, problem: Any) -> Prepared:
             if index == 0:
                 entry.bound = None  # the others need the memory
             break
+        if not implementation.judged:
+            continue
         verdict = problem.judge(entry.bound, phase, results)
         entry.errors[phase] = verdict.error
         if verdict.why is not None:

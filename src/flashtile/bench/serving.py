@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.bench import base
-from flashtile.bench.base import Implementation, Verdict, judge, spread
+from flashtile.bench.base import Implementation, Verdict, Way, judge, spread
 from flashtile.bench.cases import cumulative
 from flashtile.bench.implementations import FA4, sdpa, torch_varlen_options
 from flashtile.bench.serving_cases import PHASE, ServingCase
@@ -287,7 +287,7 @@ IMPLEMENTATIONS = (
         "flashtile-unshared", build=_flashtile("auto", unused="shared_rows"),
         unsupported=lambda case, device: None if case.shared_rows else _SHARED,
     ),
-    Implementation("copy", build=_copy, compiles=False),
+    Implementation("copy", build=_copy, compiles=False, judged=False),
     Implementation("dense", build=_attention, unsupported=_dense_limits(_WIDEST_DENSE)),
     Implementation(
         "torch-varlen", ("cuda",), _varlen, _dense_limits(_WIDEST_VARLEN), ("torch.nn.attention.varlen",) * 2,
@@ -299,20 +299,6 @@ IMPLEMENTATIONS = (
     Implementation("sdpa-gathered", ("cpu",), _gathered, _pages_only),
     Implementation("fa4", ("cuda",), _fa4, _fa4_limits, FA4),
 )  # fmt: skip
-
-
-class BoundStep(base.AnyBound):
-    """The step of an implementation."""
-
-    def __init__(self, name: str, step: Step) -> None:
-        self.name, self._step = name, torch.no_grad()(step)
-
-    @property
-    def calls(self) -> Mapping[str, Callable[[], Any]]:
-        return {PHASE: self._step}
-
-    def results(self, phase: str) -> dict[str, Tensor]:
-        return {"out": self._step()}
 
 
 class ServingProblem(base.Problem):
@@ -328,12 +314,11 @@ class ServingProblem(base.Problem):
         """There is no row where an implementation is not meant for a case; most are for few kinds."""
         return implementation.unsupported(self.case, self.device) is None
 
-    def bind(self, implementation: Implementation) -> BoundStep:
-        return BoundStep(implementation.name, implementation.build(self.case, self._inputs))
+    def bind(self, implementation: Implementation) -> base.Bound:
+        step = Way(implementation.build(self.case, self._inputs))
+        return base.Bound(step, base.Inputs({}, {}, []), ("out",), peak="")
 
-    def judge(self, bound: BoundStep, phase: str, results: dict[str, Tensor]) -> Verdict:
-        if bound.name == "copy":
-            return Verdict(0.0, None)
+    def judge(self, bound: base.Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
         return judge(("out", found, *self._expected[key]) for key, found in self._chosen(results["out"]).items())
 
     def _chosen(self, out: Tensor) -> dict[tuple[int, int], Tensor]:
