@@ -30,7 +30,7 @@ import flashtile
 from flashtile import io_model
 from flashtile.bench.base import DTYPES
 from flashtile.bench.breakdown import causal_mask, standard_attention
-from flashtile.bench.record import Record, command_line, make_record, write_record
+from flashtile.bench.record import Record, command_line, make_record, make_row, write_record
 from flashtile.bench.timing import EventTimer
 
 #: Key in a record -> metric.
@@ -192,30 +192,20 @@ def row(
     if kernels is not None:
         read, written = (sum(kernel[key] for kernel in kernels) for key in ("bytes_read", "bytes_written"))
         counted = {"bytes_read": read, "bytes_written": written, "kernels": kernels}
-    return {
-        "op": "attention-io",
-        "phase": "fwd+bwd",
-        "impl": name,
-        "case": {
-            **{"B": shape.batch, "S": shape.seq_q, "H": shape.heads, "D": shape.head_dim},
-            **{"causal": shape.causal, "dropout_p": shape.dropout_p, "dtype": str(shape.dtype).removeprefix("torch.")},
-        },
-        "ms": ms,
-        "timer": EventTimer.kind,
-        "device": device.name,
-        "predicted": {
-            "flops": model.flops,
-            "bytes_read": model.bytes_read,
-            "bytes_written": model.bytes_written,
-            "least_ms": model.seconds(device) * 1e3,
-            "bound": model.bound(device),
-            "kernels": [
-                {"name": w.name, "bytes_read": w.bytes_read, "bytes_written": w.bytes_written} for w in model.kernels
-            ],
-        },
-        "counted": counted,
-        **({} if counted else {"why": "run with --no-counters"}),
+    case = {
+        **{"B": shape.batch, "S": shape.seq_q, "H": shape.heads, "D": shape.head_dim},
+        **{"causal": shape.causal, "dropout_p": shape.dropout_p, "dtype": str(shape.dtype).removeprefix("torch.")},
     }
+    predicted = {
+        "flops": model.flops, "bytes_read": model.bytes_read, "bytes_written": model.bytes_written,
+        "least_ms": model.seconds(device) * 1e3, "bound": model.bound(device),
+        "kernels": [
+            {"name": w.name, "bytes_read": w.bytes_read, "bytes_written": w.bytes_written} for w in model.kernels
+        ],
+    }  # fmt: skip
+    found = {"ms": ms, "timer": EventTimer.kind, "device": device.name, "predicted": predicted, "counted": counted}
+    why = {} if counted else {"why": "run with --no-counters"}
+    return make_row("attention-io", "fwd+bwd", name, case, **found, **why)
 
 
 def find_ncu() -> str:

@@ -19,7 +19,7 @@ from io_counters import DEVICE_MEMORY, child_of, profile, run_program, shape_par
 
 from flashtile import io_model
 from flashtile._backends.launch import clear_plans
-from flashtile.bench.record import Record, command_line, make_record
+from flashtile.bench.record import Record, command_line, make_record, make_row
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.gpu import tile_configs
 from flashtile.ops.attention.gpu.tile_tables import TileConfig
@@ -111,17 +111,11 @@ def row(
         counted = {key: sum(kernel[key] for kernel in kernels) for key in _METRICS}
     case = {"B": shape.batch, "S": shape.seq_q, "H": shape.heads, "D": shape.head_dim, "causal": shape.causal}
     predicted = {"bytes": point.bytes, "cache_bytes": point.requested, "least_ms": point.seconds * 1e3}
-    return {
-        "op": "attention-tiles",
-        "phase": "fwd",
-        "impl": "flashtile-triton",
-        "case": {**case, "block_q": point.block_q, "block_k": point.block_k, "dtype": "bfloat16"},
-        "ms": ms,
-        "timer": EventTimer.kind,
-        "error": error,
-        "predicted": {**predicted, "bound": point.bound},
-        "counted": counted,
-    }
+    return make_row(
+        "attention-tiles", "fwd", "flashtile-triton",
+        {**case, "block_q": point.block_q, "block_k": point.block_k, "dtype": "bfloat16"},
+        ms=ms, timer=EventTimer.kind, error=error, predicted={**predicted, "bound": point.bound}, counted=counted,
+    )  # fmt: skip
 
 
 def table(record: Record) -> str:
