@@ -1,5 +1,6 @@
 """Each function in one graph with dynamic shapes and numbers, and called with a second size and a second number."""
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import flashtile
 from flashtile.models import GPT, GPTConfig
 from flashtile.testing import assert_same
 from support.running.covering import turns
+from support.running.each_case import each_case
 
 _SEED = torch.tensor([1, 2])
 
@@ -75,6 +77,12 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
         ),
         lambda size: [(size, 7)],
     ),
+    "cross_entropy in place": (
+        lambda size, number, x: flashtile.cross_entropy(
+            x * 1, _labels(size), inplace_backward=True, reduction="sum", logit_scale=-number, softcap=2.0
+        ),
+        lambda size: [(size, 7)],
+    ),
     "linear_cross_entropy": (
         lambda size, number, x, w: flashtile.linear_cross_entropy(
             x, w, _labels(size), label_smoothing=number, logit_scale=number, lse_square_scale=number
@@ -88,6 +96,10 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
     "scaled rotary": (
         lambda size, number, x: flashtile.apply_rotary(x, *flashtile.rotary_tables(size, 8, scaling=_scaling(number))),
         lambda size: [(2, size, 2, 8)],
+    ),
+    "dense with its residual": (
+        lambda size, number, x, w: flashtile.fused_dense(x, w, return_residual=True),
+        lambda size: [(size, 6), (4, 6)],
     ),
     "mlp": (
         lambda size, number, x, w, v: flashtile.fused_mlp(x, w, None, v, None),
@@ -111,6 +123,22 @@ def test_second_size_and_number(name, dynamic):
     for size, number in ((6, 0.25), (9, 0.5)):
         leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes(size)]
         assert_same(results(compiled, leaves, size, number), results(call, leaves, size, number))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch's default compiler needs a C++ compiler")
+@each_case(
+    "call, shape",
+    [
+        (lambda x: flashtile.attention(*(x * 2).chunk(3, dim=-1), causal=True).tanh(), (2, 9, 2, 24)),
+        (lambda x: flashtile.rms_norm(x), (4, 6)),
+    ],
+)
+def test_the_default_compiler(call, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    compiled = torch.compile(call, fullgraph=True)
+    both = [(out, *torch.autograd.grad(out.square().sum(), x)) for out in (compiled(x), call(x))]
+    assert_same(*both)
 
 
 @pytest.mark.slow  # five to ten seconds of sizes as symbols

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import flashtile
 from flashtile import BlockMask
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from support.running.covering import turns
@@ -159,34 +157,6 @@ def test_padded_keys_may_be_nan():
     _, lse = flashtile.attention(q, k, k, key_lengths=lengths, return_lse=True)
     sums = flashtile.attention_column_sums(q, k, lse, key_lengths=lengths)
     assert sums[0, :, :3].gt(0).all() and not sums[0, :, 3:].any() and not sums[1].any()
-
-
-def test_any_strides():
-    q, k, lse = example(causal=True)
-    expected = flashtile.attention_column_sums(q, k, lse, causal=True)
-    q, lse = q.transpose(1, 3).contiguous().transpose(1, 3), lse.transpose(1, 2).contiguous().transpose(1, 2)
-    k = k.repeat_interleave(2, dim=1)[:, ::2]
-    assert_same(flashtile.attention_column_sums(q, k, lse, causal=True), expected)
-
-
-def test_operator():
-    q, k, lse = example()
-    rest = *SideInputs(None, None, 9, 11), *AttentionSpec(0.3, window_right=0), "cpu"
-    torch.library.opcheck(torch.ops.flashtile.attention_column_sums.default, (q, k, lse, *rest))
-    with FakeTensorMode():
-        assert flashtile.attention_column_sums(
-            torch.empty(2, 9, 4, 8), torch.empty(2, 11, 2, 8), torch.empty(2, 4, 9)
-        ).shape == (2, 4, 11)
-
-
-def test_compiled_equals_eager():
-    q, k, lse = example(causal=True)
-
-    def function(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-        return 2 * flashtile.attention_column_sums(2 * q, k, lse, causal=True)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(q, k, lse), function(q, k, lse))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
@@ -120,36 +119,6 @@ def test_padded_keys_may_be_nan():
     assert weights.isfinite().all() and not weights[1, ..., 2:].any()
     (dq,) = torch.autograd.grad(weights.square().sum(), q)
     assert dq.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "softcap+sinks", "bias shared+alibi", "band causal+mask", "key_lengths+sinks"]
-)
-def test_derivatives(name):
-    case = replace(PAIRS[name], seq_q=4, seq_k=3, heads=4, head_dim=3, dtype=torch.float64, key_lengths=None)
-    case = replace(case, key_lengths=(3, 0)) if "key_lengths" in name else case
-    inputs = make_inputs(case)
-    learned = {key: t for key, t in inputs.tensors.items() if t.is_floating_point()}
-    learned = {key: t.masked_fill(t.isinf(), -1) for key, t in learned.items()}
-    names, rest = ["q", "k", *learned], {key: t for key, t in inputs.tensors.items() if key not in learned}
-
-    def function(*leaves: Tensor) -> Tensor:
-        return flashtile.attention_probs(**dict(zip(names, leaves)), rows=[3, 1], **rest, **case.arguments)
-
-    leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, *learned.values())]
-    assert gradcheck(function, leaves, check_forward_ad=True)
-    assert gradgradcheck(function, leaves, fast_mode=True)
-
-
-def test_compiled_equals_eager():
-    q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8)
-    rows = torch.tensor([3, 8])
-
-    def function(q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
-        return flashtile.attention_probs(q, k, rows=rows, heads=slice(1, 3), causal=True).square()
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(q, k, rows), function(q, k, rows))
 
 
 def test_autocast_rounds_q_and_k_and_nothing_else():

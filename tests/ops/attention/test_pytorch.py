@@ -1,29 +1,23 @@
-"""Attention as a part of PyTorch: dispatcher, compiler, autograd to any order, autocast, transforms."""
+"""Attention as a part of PyTorch, beyond what `test_every_call` asks of all functions: compiler, autograd, autocast,
+transforms."""
 
 import copy
 import pickle
-import shutil
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses import FakeTensorMode
 from torch.autograd import gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile.ops.attention import cpu
-from flashtile.ops.attention.operator import run_attention
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import assert_same
 from support.running.autograd import compiled_with_count, leaf, results
-
-COMPILER = "inductor" if shutil.which("g++") else "aot_eager"
 
 # PyTorch's own forward mode and compiler still use it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -40,127 +34,7 @@ def packed_inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) 
     return inputs, torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-# --- the dispatcher -------------------------------------------------------------------------------------------------
-
-
-class OpCase(NamedTuple):
-    name: str
-    packed: bool = False
-    side: dict[str, Any] = {}
-    spec: dict[str, Any] = {}
-
-
-OP_CASES = (
-    OpCase("plain"),
-    OpCase("causal", spec={"window_right": 0}),
-    OpCase("key_lengths", side={"key_lengths": torch.tensor([3, 9])}),
-    OpCase("dropout", side={"dropout_seed": torch.tensor([1, 2])}, spec={"dropout_p": 0.3}),
-    OpCase("bias", side={"bias": torch.randn(1, 4, 9, 9)}),
-    OpCase("mask", side={"mask": torch.rand(2, 1, 9, 9) < 0.7}, spec={"softcap": 3.0}),
-    OpCase("alibi", side={"alibi_slopes": torch.rand(2, 4)}),
-    OpCase("sinks", side={"sinks": torch.randn(4)}, spec={"window_right": 0}),
-    OpCase("max_scores", spec={"returns_max_scores": True}),
-    OpCase("packed", packed=True, spec={"window_left": 2, "top_left": True}),
-)
-
-
-def op_arguments(case: OpCase) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """Tensors and flat rest of the arguments of the operators."""
-    if case.packed:
-        inputs, cu = packed_inputs((4, 0, 5))
-        side = SideInputs(cu, cu.clone(), 9, 9)
-    else:
-        inputs, side = dense_inputs(), SideInputs(None, None, 9, 9)
-    return inputs, (*side._replace(**case.side), *AttentionSpec(0.3)._replace(**case.spec))
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
-def test_opcheck_forward(case, backend):
-    inputs, rest = op_arguments(case)
-    torch.library.opcheck(torch.ops.flashtile.attention_forward.default, (*inputs, *rest, backend))
-
-
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
-def test_opcheck_backward(case, with_dlse):
-    inputs, rest = op_arguments(case)
-    out, lse, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
-    dlse = torch.randn_like(lse) if with_dlse else None
-    saved = [t.detach() for t in (*inputs, out, lse)]
-    upstream = torch.randn_like(out).requires_grad_()
-    wanted = Wanted(*(name in case.side for name in Wanted._fields[:-1]))
-    arguments = (upstream, dlse, *saved, *rest, *wanted, "cpu")
-    torch.library.opcheck(torch.ops.flashtile.attention_backward.default, arguments)
-
-
-def test_dispatch_modes_see_the_operator():
-    # Counters of operations, selective checkpointing and tracers all work through such modes.
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        results(lambda *qkv: flashtile.attention(*qkv), dense_inputs())
-    assert torch.ops.flashtile.attention_forward.default in seen
-    assert torch.ops.flashtile.attention_backward.default in seen
-
-
-def test_fake_tensors_give_shapes_without_computing():
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, 5, 2, 8, requires_grad=True) for _ in range(3))
-        out = flashtile.attention(q, k, v, causal=True)
-        out.sum().backward()
-    assert out.shape == q.grad.shape == (2, 5, 2, 8)
-
-
 # --- torch.compile --------------------------------------------------------------------------------------------------
-
-
-COMPILE_OPTIONS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (3, 1), "align": "top_left"},
-    "scale": {"scale": -0.5},
-    "lse": {"return_lse": True},
-    "key_lengths": {"key_lengths": torch.tensor([3, 9])},
-    "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([1, 2])},
-}
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("options", COMPILE_OPTIONS.values(), ids=COMPILE_OPTIONS)
-def test_compiled_equals_eager(options):
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, **options)
-
-    compiled, _ = compiled_with_count(function)
-    assert_same(results(compiled, dense_inputs()), results(function, dense_inputs()))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_by_the_default_compiler():
-    def function(x: Tensor) -> Tensor:
-        q, k, v = (x * 2).chunk(3, dim=-1)
-        return flashtile.attention(q, k, v, causal=True).tanh()
-
-    compiled = torch.compile(function, fullgraph=True, backend=COMPILER)
-    assert_same(results(compiled, [leaf(2, 9, 2, 24)]), results(function, [leaf(2, 9, 2, 24)]))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_dynamic_sizes_from_the_start():
-    compiled, compilations = compiled_with_count(flashtile.attention)
-    for seq in (9, 12, 17):
-        inputs = dense_inputs(seq=seq)
-        for tensor in inputs:
-            torch._dynamo.mark_dynamic(tensor, 1)
-        assert_same(results(compiled, inputs), results(flashtile.attention, inputs))
-    assert len(compilations) == 1
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -173,18 +47,6 @@ def test_compiled_packed_with_other_lengths():
         inputs, cu_seqlens = packed_inputs(lengths)
         assert_same(results(compiled, inputs), results(function, inputs))
     assert len(compilations) <= 3
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_with_changing_numbers():
-    # The second value of a number makes the compiler treat it as a symbol; the checks must let symbols through.
-    def function(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> Tensor:
-        return flashtile.attention(q, k, v, scale=scale, window=(left, None))
-
-    compiled, _ = compiled_with_count(function)
-    q, k, v = dense_inputs()
-    for scale, left in ((0.5, 1), (0.25, 2), (2, 3), (3, 4)):
-        assert_same(compiled(q, k, v, scale, left), function(q, k, v, scale, left))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -236,66 +98,28 @@ def test_errors_come_through_the_compiler():
 # --- derivatives ----------------------------------------------------------------------------------------------------
 
 
-class GradientCase(NamedTuple):
-    name: str
-    options: dict[str, Any] = {}
-    lengths: tuple[int, ...] | None = None
+def few_inputs() -> list[Tensor]:
+    """In float64, with more keys than queries."""
+    shapes = ((2, 3, 2, 3), (2, 4, 1, 3), (2, 4, 1, 2))
+    return [leaf(*shape, dtype=torch.float64, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-GRADIENT_CASES = (
-    GradientCase("plain"),
-    GradientCase("causal", {"causal": True}),
-    GradientCase("window-negative-scale", {"window": (1, 0), "align": "top_left", "scale": -0.7}),
-    GradientCase("key_lengths", {"key_lengths": torch.tensor([2, 0])}),
-    GradientCase("dropout", {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6]), "causal": True}),
-    GradientCase("packed", {"causal": True}, lengths=(2, 0, 3)),
-    GradientCase("packed-dropout", {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}, lengths=(1, 4)),
-)
-
-
-def gradient_problem(case: GradientCase) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A function of float64 (q, k, v) with more keys than queries in the dense cases, and its inputs."""
-    if case.lengths is not None:
-        cu = torch.tensor([0, *case.lengths]).cumsum(0)
-        total = sum(case.lengths) + 1  # one row that no sequence owns
-        inputs = [leaf(total, h, d, dtype=torch.float64, seed=h) for h, d in ((2, 3), (1, 3), (1, 2))]
-        call = lambda q, k, v: flashtile.attention_varlen(  # noqa: E731
-            q, k, v, cu, **case.options, return_lse=True
-        )
-    else:
-        shapes = ((2, 3, 2, 3), (2, 4, 1, 3), (2, 4, 1, 2))
-        inputs = [leaf(*shape, dtype=torch.float64, seed=s) for s, shape in enumerate(shapes)]
-        call = lambda q, k, v: flashtile.attention(  # noqa: E731
-            q, k, v, **case.options, return_lse=True
-        )
-
-    def function(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = call(*qkv)
-        return out, lse.masked_fill(lse.isinf(), 0)  # finite differences of -inf are NaN
-
-    return function, inputs
-
-
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradgradcheck(case):
-    function, inputs = gradient_problem(case)
-    assert gradgradcheck(function, inputs, fast_mode=True)
+def causal(*qkv: Tensor) -> Any:
+    return flashtile.attention(*qkv, causal=True, return_lse=True)
 
 
 @pytest.mark.parametrize("output", [0, 1], ids=["out", "lse"])
 def test_gradgradcheck_through_one_output(output):
-    function, inputs = gradient_problem(GRADIENT_CASES[1])
+    inputs = few_inputs()
     used = inputs if output == 0 else inputs[:2]  # lse does not depend on v
-    assert gradgradcheck(lambda *given: function(*given, *inputs[len(given) :])[output], used)
+    assert gradgradcheck(lambda *given: causal(*given, *inputs[len(given) :])[output], used)
 
 
 def test_third_derivative():
-    function, inputs = gradient_problem(GRADIENT_CASES[1])
-
     def gradient(*qkv: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*qkv)[0].sin().sum(), qkv, create_graph=True)
+        return torch.autograd.grad(causal(*qkv)[0].sin().sum(), qkv, create_graph=True)
 
-    assert gradgradcheck(gradient, inputs, fast_mode=True)
+    assert gradgradcheck(gradient, few_inputs(), fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -306,20 +130,6 @@ def test_third_derivative():
 def test_double_backward_of_inputs_that_depend_on_each_other(arguments):
     x = leaf(1, 3, 1, 2, dtype=torch.float64)
     assert gradgradcheck(lambda x: flashtile.attention(*arguments(x)), [x])
-
-
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
-def test_gradients_of_some_inputs_only(wanted):
-    def gradients(names: str) -> dict[str, Tensor]:
-        inputs = dict(zip("qkv", dense_inputs()))
-        for name, tensor in inputs.items():
-            tensor.requires_grad_(name in names)
-        flashtile.attention(**inputs, causal=True).sin().sum().backward()
-        assert all(tensor.grad is None for name, tensor in inputs.items() if name not in names)
-        return {name: inputs[name].grad for name in names}
-
-    everything = gradients("qkv")
-    assert_same(gradients(wanted), {name: everything[name] for name in wanted})
 
 
 def test_gradient_through_lse_only():
@@ -366,49 +176,6 @@ def test_nothing_quadratic_is_saved(case):
     assert max(saved) == seq * 4 * 8, "the largest is q or out"
 
 
-# --- strides --------------------------------------------------------------------------------------------------------
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "heads-first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "sequence-first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "dim-not-last": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
-    "every-second": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
-    "slice": lambda t: torch.cat((t, t), dim=3)[..., : t.shape[3]],
-    "offset": lambda t: torch.cat((t[:, :1], t), dim=1)[:, 1:],
-    "reversed-batch": lambda t: t.flip(0).contiguous().flip(0),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_do_not_matter(layout):
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, causal=True, return_lse=True)
-
-    rearranged = results(lambda *inputs: function(*map(layout, inputs)), dense_inputs())
-    assert_same(rearranged, results(function, dense_inputs()))
-
-
-def test_expanded_inputs():
-    # One key/value head for all, and one batch entry for all, by stride 0.
-    q, k, v = leaf(3, 7, 4, 8), leaf(1, 7, 1, 8, seed=1), leaf(1, 7, 1, 8, seed=2)
-    expanded = results(
-        lambda q, k, v: flashtile.attention(q, k.expand(3, -1, 4, -1), v.expand(3, -1, 4, -1)),
-        [q, k, v],
-    )
-    copied = results(lambda q, k, v: flashtile.attention(q, k.repeat(3, 1, 4, 1), v.repeat(3, 1, 4, 1)), [q, k, v])
-    assert_same(expanded, copied)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_of_the_upstream_gradient_do_not_matter(layout):
-    q, k, v = dense_inputs()
-    out, lse = flashtile.attention(q, k, v, return_lse=True)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    slanted = dlse.transpose(1, 2).contiguous().transpose(1, 2)
-    rearranged = torch.autograd.grad((out, lse), (q, k, v), (layout(dout), slanted), retain_graph=True)
-    assert_same(rearranged, torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
-
-
 def test_upstream_gradient_of_a_sum():
     # The gradient of sum() is one number expanded by stride 0.
     q, k, v = dense_inputs()
@@ -416,18 +183,6 @@ def test_upstream_gradient_of_a_sum():
     sums = torch.autograd.grad((out.sum(), lse.sum()), (q, k, v), retain_graph=True)
     ones = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
     assert_same(sums, ones)
-
-
-def test_inputs_are_not_changed():
-    inputs = dense_inputs()
-    tensors = {"key_lengths": torch.tensor([3, 9]), "dropout_seed": torch.tensor([1, 2])}
-    before = [t.detach().clone() for t in (*inputs, *tensors.values())]
-    out, lse = flashtile.attention(*inputs, **tensors, dropout_p=0.5, return_lse=True)
-    upstream = torch.randn_like(out), torch.randn_like(lse)
-    copies = [t.clone() for t in (*upstream, out, lse)]
-    torch.autograd.grad((out, lse), inputs, upstream)
-    unchanged = [t.detach() for t in (*inputs, *tensors.values(), *upstream, out, lse)]
-    assert all(map(torch.equal, unchanged, [*before, *copies]))
 
 
 # --- autocast, checkpointing, modules, threads ----------------------------------------------------------------------
@@ -553,12 +308,6 @@ def smooth_loss(q: Tensor) -> Tensor:
     return flashtile.attention(q, 0.5 * q.detach(), 2 * q, causal=True).sin().sum()
 
 
-def test_func_grad_equals_autograd():
-    q = leaf(2, 5, 2, 4)
-    (expected,) = torch.autograd.grad(smooth_loss(q), q)
-    assert_same(torch.func.grad(smooth_loss)(q.detach()), expected)
-
-
 def test_func_second_order_equals_autograd():
     q = leaf(2, 4, 2, 4, dtype=torch.float64)
     (first,) = torch.autograd.grad(smooth_loss(q), q, create_graph=True)
@@ -612,30 +361,6 @@ def test_gradient_through_vmap():
     (actual,) = torch.autograd.grad(torch.func.vmap(smooth_loss)(samples).sum(), samples)
     expected = [torch.func.grad(smooth_loss)(sample) for sample in samples.detach()]
     assert_same(actual, torch.stack(expected))
-
-
-def test_vmap_over_packed_sequences_is_refused():
-    inputs, cu_seqlens = packed_inputs((2, 3))
-    mapped = [t.detach().expand(2, -1, -1, -1) for t in inputs]
-    with pytest.raises(NotImplementedError, match="vmap: expected a dense call"):
-        torch.func.vmap(lambda q, k, v: flashtile.attention_varlen(q, k, v, cu_seqlens))(*mapped)
-
-
-@pytest.mark.parametrize("randomness", ["same", "different"])
-def test_vmap_with_dropout_is_refused(randomness):
-    mapped = [t.detach().expand(2, -1, -1, -1, -1) for t in dense_inputs()]
-    with pytest.raises(NotImplementedError, match="without dropout"):
-        torch.func.vmap(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5), randomness=randomness)(*mapped)
-
-
-def test_operator_is_not_differentiable_by_itself():
-    # Autograd is recorded by run_attention; a fallback at the operator would record it a second time, wrongly.
-    inputs, rest = op_arguments(OP_CASES[0])
-    out, *_ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
-    assert not out.requires_grad
-    sides = len(SideInputs._fields)
-    recorded, _ = run_attention(*inputs, SideInputs(*rest[:sides]), AttentionSpec(*rest[sides:]), "cpu")
-    assert recorded.requires_grad
 
 
 @pytest.mark.unpoisoned

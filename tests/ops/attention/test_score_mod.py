@@ -12,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile._backends import devices
-from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.score_program import parse
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_same
 from support.running.autograd import normal
 
@@ -258,18 +256,6 @@ def test_autocast_and_no_grad():
 # --- the operator ---------------------------------------------------------------------------------------------------
 
 
-def test_opcheck():
-    q, k, v = (tensor.detach() for tensor in qkv(5, 6))
-    table = leaf(HEADS, 6)
-    traced = flashtile.trace_score_mod(lambda s, b, h, q, k: s + table[h, k] * s, dtype=torch.float64)
-    side = SideInputs(None, None, 5, 6, captured=(table.detach(),))
-    spec = AttentionSpec(0.3, score_program=traced.program)
-    torch.library.opcheck(torch.ops.flashtile.attention_forward, (q, k, v, *side, *spec, "cpu"))
-    out, lse = run_attention(q, k, v, side, spec, "cpu")
-    arguments = (torch.ones_like(out), None, q, k, v, out, lse, *side, *spec, False, False, False, [True], "cpu")
-    torch.library.opcheck(torch.ops.flashtile.attention_backward, arguments)
-
-
 def test_compiled_with_a_function_and_in_one_graph_with_a_traced_one():
     q, table = leaf(1, 8, 2, 4, dtype=torch.float32), leaf(2, 8, dtype=torch.float32)
 
@@ -412,14 +398,3 @@ def test_explain_says_which_kernels_a_function_gets():
         ("forward", "hopper"), ("backward", "hopper"),
     ]  # fmt: skip
     assert flashtile.explain(q, q, q, score_mod=_capped).backend == "cpu"
-
-
-def test_several_gradients_in_one():
-    q, table = leaf(1, 4, 2, 3), leaf(4)
-    out = flashtile.attention(q, q, q, score_mod=_rounded)
-    upstream = normal(3, *out.shape)
-    together = torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True)[0]
-    assert_same(together, torch.stack([torch.autograd.grad(out, q, one, retain_graph=True)[0] for one in upstream]))
-    out = flashtile.attention(q, q, q, score_mod=lambda s, b, h, q, k: s * table[k])
-    with pytest.raises(NotImplementedError, match="is_grads_batched"):
-        torch.autograd.grad(out, q, upstream, is_grads_batched=True)

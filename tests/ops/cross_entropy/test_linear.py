@@ -246,16 +246,6 @@ def test_gradients_are_given_away():
     assert [t.grad.data_ptr() for t in operands if t.grad is not None] == made
 
 
-def test_strided_operands():
-    (x, weight, bias), labels = small()
-    strided = torch.stack((x, x))[:, :, None].expand(2, 5, 2, 3), weight.t().contiguous().t(), bias
-    labels = labels[:, None].expand(2, 5, 2)
-    loss = flashtile.linear_cross_entropy(strided[0], strided[1], labels, strided[2], reduction="none")
-    assert loss.shape == (2, 5, 2)
-    expected = flashtile.linear_cross_entropy(x, weight, labels[0, :, 0], bias, reduction="none")
-    assert_same(loss, expected[:, None].expand(2, 5, 2))
-
-
 @each_case("backend", ["cpu", "reference"])
 @each_case("reduction", _REDUCTIONS)
 def test_ignored_rows_have_no_effect(reduction, backend):
@@ -279,46 +269,6 @@ def test_ignored_rows_have_no_effect(reduction, backend):
     assert_same(results(broken), results(x))
 
 
-@pytest.mark.parametrize("reduction", _REDUCTIONS)
-def test_opcheck(reduction):
-    (x, weight, bias), labels = small()
-    spec = (0.1, 0.7, 0.01, -100, reduction, True, 0, 6, "", 2.5)
-    wanted = (True, False, True)
-    operands = (x.detach(), weight.detach(), bias.detach(), labels, x.new_ones(7))
-    forward, backward = (
-        torch.ops.flashtile.linear_cross_entropy_forward.default,
-        torch.ops.flashtile.linear_cross_entropy_backward.default,
-    )
-    torch.library.opcheck(forward, (*operands, *spec, *wanted, "cpu"))
-    dloss = x.new_ones(5 if reduction == "none" else ())
-    scale = x.new_ones(()) if reduction == "mean" else None
-    torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5, 2), *spec, *wanted, "cpu"))
-    half = (*(t.half() for t in operands[:3]), labels, None)
-    torch.library.opcheck(forward, (*half, *spec, True, True, True, "cpu"), test_utils=("test_faketensor",))
-
-
-@pytest.mark.parametrize(
-    "reduction, dtype", [("mean", torch.float32), ("mean", torch.float16), ("none", torch.float32)], ids=str
-)
-def test_compiled_equals_eager(reduction, dtype):
-    torch._dynamo.reset()
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        return flashtile.linear_cross_entropy(x, weight, labels, bias, reduction=reduction)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    operands, labels = small(dtype)
-    for tokens in (4, 5):
-        x, weight, bias = operands
-        arguments = (x[:tokens].detach().requires_grad_(), weight, bias)
-        loss, expected = compiled(*arguments, labels[:tokens]), function(*arguments, labels[:tokens])
-        assert_same(loss, expected)
-        dloss = torch.full_like(loss, 0.7)
-        grads = (torch.autograd.grad(out, arguments, dloss) for out in (loss, expected))
-        assert_same(*grads)
-    torch._dynamo.reset()
-
-
 def test_autocast():
     (x, weight, bias), labels = small(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -327,14 +277,6 @@ def test_autocast():
     assert torch.equal(loss, expected) and loss.dtype is torch.float32
     grads = [torch.autograd.grad(out, (x, weight, bias)) for out in (loss, expected)]
     assert all(map(torch.equal, *grads))
-
-
-def test_transforms():
-    (x, weight, bias), labels = small()
-    call = lambda x: flashtile.linear_cross_entropy(x, weight.detach(), labels, bias.detach())  # noqa: E731
-    assert_same(torch.func.grad(call)(x.detach()), torch.autograd.grad(call(x), x)[0])
-    with pytest.raises(ValueError, match="backend: expected 'auto' or 'reference'"):
-        torch.func.grad(lambda x: flashtile.linear_cross_entropy(x, weight, labels, backend="cpu"))(x.detach())
 
 
 @each_case("device", ["cuda", "cpu"])

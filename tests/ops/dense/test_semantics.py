@@ -1,13 +1,10 @@
 """What the linear layers mean: against PyTorch's own on the reference and on the CPU; gradients; autocast; PyTorch."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -109,21 +106,6 @@ def test_gradient_of_the_residual_joins_that_of_x(backend):
     assert torch.equal(alone, dresidual)
 
 
-@both_backends
-def test_strided_and_expanded_inputs(backend):
-    _, weight1, bias1, weight2, bias2 = mlp_operands()
-    x = normal(4, 3, 2).permute(2, 1, 0).requires_grad_()
-    strided = (x, weight1.detach().t().contiguous().t().requires_grad_(), bias1, weight2, bias2)
-    contiguous = tuple(t.detach().contiguous().requires_grad_() for t in strided)
-    out, expected = (flashtile.fused_mlp(*operands, backend=backend) for operands in (strided, contiguous))
-    assert_same(out, expected)
-    # sum() sends back one number, expanded.
-    grads, wanted = torch.autograd.grad(out.sum(), strided), torch.autograd.grad(expected.sum(), contiguous)
-    assert_same(grads, wanted)
-    rows = normal(1, 4).expand(6, 4)
-    assert_same(flashtile.fused_dense(rows, weight1, backend=backend), F.linear(rows, weight1))
-
-
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3), sizes=st.tuples(*[st.integers(0, 9)] * 3),
     activation=st.sampled_from(list(_FUNCTIONS)), gated=st.booleans(), level=st.integers(0, 2),
@@ -219,67 +201,6 @@ def test_a_backward_within_autocast_keeps_the_dtypes_of_the_forward():
 # --- PyTorch --------------------------------------------------------------------------------------------------------
 
 
-def functions(backend: str) -> dict[str, tuple[Any, tuple[Tensor, ...]]]:
-    """name -> a call of all its operands, and these."""
-
-    def dense(*operands: Tensor) -> Any:
-        return flashtile.fused_dense(*operands, return_residual=True, backend=backend)
-
-    def mlp(*operands: Tensor) -> Any:
-        return flashtile.fused_mlp(*operands, return_residual=True, backend=backend)
-
-    def gated(*operands: Tensor) -> Any:
-        return flashtile.fused_mlp(*operands, activation="silu", gated=True, checkpoint_level=1, backend=backend)
-
-    def recomputing(*operands: Tensor) -> Any:
-        return flashtile.fused_mlp(*operands, activation="gelu", gated=True, checkpoint_level=2, backend=backend)
-
-    return {
-        "dense": (dense, dense_operands()),
-        "mlp": (mlp, mlp_operands()),
-        "gated": (gated, mlp_operands(gated=True)),
-        "recomputing": (recomputing, mlp_operands(gated=True)),
-    }
-
-
-which_function = pytest.mark.parametrize("which", ["dense", "mlp", "gated", "recomputing"])
-
-
-@both_backends
-@which_function
-def test_gradients(which, backend):
-    function, operands = functions(backend)[which]
-    assert gradcheck(function, operands, fast_mode=True) and gradgradcheck(function, operands, fast_mode=True)
-
-
-@both_backends
-def test_opcheck(backend):
-    ops = torch.ops.flashtile
-    pre, dhidden = normal(6, 10), normal(6, 5, seed=1)
-    torch.library.opcheck(ops.dense_activate.default, (pre, "silu", True, backend))
-    for flags in ((True, True), (False, True), (True, False)):
-        torch.library.opcheck(ops.dense_activate_backward.default, (dhidden, pre, "gelu", True, *flags, backend))
-    torch.library.opcheck(ops.dense_activate_backward.default, (pre, pre, "relu", False, True, False, backend))
-    torch.library.opcheck(ops.dense_column_sum.default, (pre, backend))
-    torch.library.opcheck(ops.dense_accumulate.default, (normal(5, 10), dhidden, pre, backend))
-
-
-@which_function
-def test_compiled_equals_eager(which):
-    torch._dynamo.reset()
-    function, operands = functions("cpu")[which]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch in (2, 3):
-        operands = (normal(batch, 3, 4, seed=batch).requires_grad_(), *operands[1:])
-        results, expected = compiled(*operands), function(*operands)
-        assert_same(results, expected)
-        total, wanted = (
-            sum(t.square().sum() for t in (r if isinstance(r, tuple) else (r,))) for r in (results, expected)
-        )
-        assert_same(torch.autograd.grad(total, operands), torch.autograd.grad(wanted, operands))
-    torch._dynamo.reset()
-
-
 def test_compiled_backward_adds_to_main_grad():
     torch._dynamo.reset()
     x, weight, bias = dense_operands()
@@ -306,22 +227,3 @@ def test_products_are_counted():
     with FlopCounterMode(display=False) as counter:
         flashtile.fused_mlp(*operands).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 6 * (4 * 5 + 5 * 3)
-
-
-@each_case("which", ["gated", "recomputing"])
-def test_transforms(which):
-    call, (x, *rest) = functions("auto")[which]
-    x, rest = x.detach(), [t.detach() for t in rest]
-    many, tangent = normal(3, 2, 3, 4, seed=8), normal(2, 3, 4, seed=9)
-    function = lambda x: call(x, *rest)  # noqa: E731
-    assert_same(torch.func.vmap(function)(many), torch.stack([function(one) for one in many]))
-    out, moved = torch.func.jvp(function, (x,), (tangent,))
-    _, pullback = torch.func.vjp(function, x)
-    assert_same((moved * out).sum(), (pullback(out)[0] * tangent).sum())
-
-
-def test_transforms_of_a_residual():
-    x, weight, _ = (t.detach() for t in dense_operands())
-    call = lambda x: flashtile.fused_dense(x, weight, return_residual=True)  # noqa: E731
-    out, residual = torch.func.vmap(call)(x)
-    assert_same((out, residual), (F.linear(x, weight), x))

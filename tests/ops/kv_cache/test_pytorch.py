@@ -11,34 +11,10 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
 import flashtile
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.testing import assert_same
-from support.attention.kv_cache_cases import PAIRS, CacheCase, make_inputs
+from support.attention.kv_cache_cases import PAIRS, make_inputs
 from support.running.each_case import each_case
 
-both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 _APPEND = replace(PAIRS["rotary halves"], heads=4, dtype=torch.float32)
-
-
-def _arguments(case: CacheCase, backend: str) -> tuple:
-    """Arguments of the operator."""
-    inputs = make_inputs(case)
-    for cache in (inputs.k_cache, inputs.v_cache):
-        cache.nan_to_num_()
-    call = CacheCall(inputs.q, inputs.k_cache, inputs.v_cache, inputs.k, inputs.v, **inputs.tensors)
-    return (*call, *CacheSpec(0, 0.25, None, 0), backend)
-
-
-@both_backends
-@pytest.mark.parametrize("name", ["plain", "place paged", "place entries", "left"])
-def test_opcheck(name: str, backend: str) -> None:
-    torch.library.opcheck(torch.ops.flashtile.attention_cached.default, _arguments(PAIRS[name], backend))
-
-
-@both_backends
-@pytest.mark.parametrize("name", ["append", "rotary halves", "append+place paged"])
-def test_opcheck_of_appending(name: str, backend: str) -> None:
-    torch.library.opcheck(torch.ops.flashtile.attention_cached_.default, _arguments(PAIRS[name], backend))
 
 
 @each_case("dtype", [torch.float16, torch.float64])
@@ -53,25 +29,6 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype: torch.dtype
         made = fake.call(return_lse=True)
     for one, other in zip(real, made, strict=True):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-
-
-@pytest.mark.parametrize("appending", [False, True], ids=["reading", "appending"])
-def test_compiled_equals_eager(appending: bool) -> None:
-    torch._dynamo.reset()
-    case = _APPEND if appending else PAIRS["grouped"]
-
-    def step(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, **tensors: Tensor):
-        out, lse = flashtile.attention_with_kv_cache(q * 2, k_cache, v_cache, k, v, return_lse=True, **tensors)
-        return out + 1, lse, k_cache.nan_to_num().sum()
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (step, compiled):
-        inputs = make_inputs(case).cast(torch.float32)
-        outputs = function(inputs.q, inputs.k_cache, inputs.v_cache, inputs.k, inputs.v, **inputs.tensors)
-        results.append((*outputs, inputs.k_cache, inputs.v_cache))
-    for eager, traced in zip(*results, strict=True):
-        assert_same(traced, eager)
 
 
 def test_compiled_once_for_all_lengths() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile.testing import assert_same
-from support.running.autograd import normal
+from support.running.autograd import leaf, normal
 from support.running.each_case import each_case
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -203,6 +204,16 @@ def test_keep_rate(p):
     kept = mask.double() - (1 - p)
     for shift in ((0, 1), (0, 2), (0, 4), (1, 0)):
         assert abs((kept * kept.roll(shift, (0, 1))).mean()) < 5 * p * (1 - p) / mask.numel() ** 0.5
+
+
+def test_checkpointing_draws_the_same_dropout():
+    x = leaf(20, 30)
+    call = lambda x: flashtile.dropout_add_layer_norm(x, None, None, None, 0.5).sin()  # noqa: E731
+    torch.manual_seed(1)
+    plain = torch.autograd.grad(call(x).sum(), x)
+    torch.manual_seed(1)
+    checkpointed = torch.autograd.grad(checkpoint(call, x, use_reentrant=False).sum(), x)
+    assert_same(list(checkpointed), list(plain))
 
 
 def test_dropout_follows_the_manual_seed():

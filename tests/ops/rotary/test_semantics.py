@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 
 import flashtile
 from flashtile import RotaryScaling
-from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.testing import assert_same
 from support.running.autograd import normal
 from support.running.each_case import each_case
@@ -325,39 +324,6 @@ def test_bad_kv():
         flashtile.apply_rotary_kv(torch.randn(2, 4, 3, 3, 8), _COS, _SIN)
 
 
-# --- PyTorch --------------------------------------------------------------------------------------------------------
-
-
-@both_backends
-@both_pairings
-@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_gradients(inplace, interleaved, backend):
-    x = normal(2, 3, 2, 8).requires_grad_()
-
-    def function(x: Tensor) -> Tensor:
-        return flashtile.apply_rotary(x * 1, _COS, _SIN, interleaved, inplace, backend=backend) * x
-
-    assert gradcheck(function, x) and gradgradcheck(function, x)
-
-
-@both_backends
-def test_gradients_of_packed_projections_in_place(backend):
-    qkv = normal(2, 3, 3, 2, 8).requires_grad_()
-    call = lambda t: flashtile.apply_rotary_qkv(t * 1, _COS, _SIN, 2 * _COS, _SIN, inplace=True, backend=backend)  # noqa: E731
-    assert gradcheck(call, qkv)
-
-
-@both_backends
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_opcheck(packed, backend):
-    x = normal(6, 2, 8) if packed else normal(2, 3, 2, 8)
-    offsets = torch.tensor([1, 2])
-    cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
-    arguments = (_COS, _SIN, 2 * _COS, _SIN, offsets, cu_seqlens, None, *RotarySpec(False, False, 1, 2, 0), backend)
-    torch.library.opcheck(torch.ops.flashtile.rotary.default, (x, *arguments))
-    torch.library.opcheck(torch.ops.flashtile.rotary_.default, (x, *arguments))
-
-
 @both_backends
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_positions_of_rows(inplace, backend):
@@ -390,29 +356,6 @@ def test_positions_of_rows_of_packed_projections():
     assert_same(flashtile.apply_rotary_kv(qkv[:, :, 1:], _COS, _SIN, position_ids=ids), rotated[:, :, 1:])
     packed = flashtile.apply_rotary_qkv(qkv.flatten(0, 1), _COS, _SIN, position_ids=ids.flatten())
     assert_same(packed, rotated.flatten(0, 1))
-
-
-@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
-def test_compiled_equals_eager(inplace):
-    torch._dynamo.reset()
-
-    def function(x: Tensor) -> Tensor:
-        return flashtile.apply_rotary_qkv(x * 2, _COS, _SIN, inplace=inplace, seqlen_offsets=1).sin()
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (3, 5):
-        x, dout = normal(2, rows, 3, 2, 8).requires_grad_(), normal(2, rows, 3, 2, 8, seed=1)
-        assert_same(compiled(x), function(x))
-        assert_same(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
-    torch._dynamo.reset()
-
-
-def test_transforms():
-    x = normal(4, 2, 3, 2, 8)
-    call = lambda x: flashtile.apply_rotary(x, _COS, _SIN)  # noqa: E731
-    assert_same(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
-    _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
-    assert_same(tangent, call(x[1]))
 
 
 @each_case("make", [flashtile.rotary_tables, functools.partial(flashtile.xpos_scale, scale_base=512.0)])

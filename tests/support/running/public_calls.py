@@ -62,11 +62,11 @@ def shown(queries: int = SEQ, keys: int = SEQ) -> Tensor:
 
 
 def _slopes_and_sinks() -> dict[str, Callable[[Tensor], Tensor]]:
-    return {"alibi_slopes": lambda q: _slopes(), "sinks": lambda q: _slopes()}
+    return {"alibi_slopes": _slopes, "sinks": _slopes}
 
 
-def _slopes() -> Tensor:
-    return torch.tensor([0.5, 0.25], device=_CPU)
+def _slopes(q: Tensor) -> Tensor:
+    return torch.tensor([0.5, 0.25], dtype=q.dtype, device=_CPU)
 
 
 def _softened(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
@@ -181,11 +181,17 @@ CALLS: dict[str, PublicCall] = {
     "attention: mask": PublicCall(
         lambda q, k, v, bias: flashtile.attention(q, k, v, mask=bias > 0, causal=True), (*_QKV, (-1, 1, 1, SEQ))
     ),
-    "attention: slopes": PublicCall(_attention(alibi_slopes=lambda q: _slopes(), causal=lambda q: True), _QKV),
+    "attention: slopes": PublicCall(_attention(alibi_slopes=_slopes, causal=lambda q: True), _QKV),
     "attention: slopes of batch": PublicCall(
         lambda q, k, v, slopes: flashtile.attention(q, k, v, alibi_slopes=slopes), (*_QKV, (-1, HEADS))
     ),
-    "attention: sinks": PublicCall(_attention(sinks=lambda q: _slopes(), window=lambda q: (1, 1)), _QKV),
+    "attention: sinks": PublicCall(_attention(sinks=_slopes, window=lambda q: (1, 1)), _QKV),
+    "attention: all that learns": PublicCall(
+        lambda q, k, v, bias, slopes, sinks: flashtile.attention(
+            q, k, v, bias=bias, alibi_slopes=slopes, sinks=sinks, softcap=2.0, dropout_p=0.3, dropout_seed=_seed()
+        ),
+        (*_QKV, (HEADS, SEQ, SEQ), (HEADS,), (HEADS,)),
+    ),
     "attention: block_mask": PublicCall(_attention(block_mask=lambda q: _BLOCKS), _QKV),
     "attention: score_mod": PublicCall(_attention(score_mod=lambda q: _SOFTENED), _QKV),
     "attention: fp8": PublicCall(lambda q, k, v: _eight_bits(q.detach(), k.detach(), v.detach()), _QKV),
@@ -285,7 +291,7 @@ CALLS: dict[str, PublicCall] = {
     "rms_norm": PublicCall(lambda x, _, w: flashtile.rms_norm(x, w), _ROWS),
     "dropout_add_layer_norm": PublicCall(
         lambda x, r, w, b, c, _: flashtile.dropout_add_layer_norm(
-            x, r, w, b, 0.25, prenorm=True, dropout_seed=_seed(), layerscale=c, rowscale=x.detach()[:, 0]
+            x, r, w, b, 0.25, prenorm=True, dropout_seed=_seed(), layerscale=c, rowscale=(_lengths(x) + 0.5).to(x.dtype)
         ),
         (*_ROWS, (6,), (6,), (6,)),
     ),
@@ -303,7 +309,15 @@ CALLS: dict[str, PublicCall] = {
     ),
     "dropout_add_rms_norm: subset": PublicCall(
         lambda x, r, w: flashtile.dropout_add_rms_norm(
-            x, r, w, x0_subset=_chosen_rows(x), out_subset=_chosen_rows(x), out_numrows=x.shape[0]
+            x,
+            r,
+            w,
+            x0_subset=_chosen_rows(x),
+            out_subset=_chosen_rows(x),
+            out_numrows=x.shape[0],
+            rowscale_const=1.5,
+            prenorm=True,
+            zero_centered_weight=True,
         ),
         _ROWS,
     ),
@@ -352,6 +366,12 @@ CALLS: dict[str, PublicCall] = {
     ),
     "fused_mlp: gated": PublicCall(
         lambda x, w, b, v, c: flashtile.fused_mlp(x, w, b, v[:, :4], c, activation="silu", gated=True), _LAYERS
+    ),
+    "fused_mlp: recomputed": PublicCall(
+        lambda x, w, b, v, c: flashtile.fused_mlp(
+            x, w, b, v[:, :4], c, activation="gelu", gated=True, checkpoint_level=2
+        ),
+        _LAYERS,
     ),
     "linear_bias_wgrad": PublicCall(
         lambda x, _: flashtile.linear_bias_wgrad(x.detach(), x.detach()), ((-1, 4, 6), (-1, 4, 6))
