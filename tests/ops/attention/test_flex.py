@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_bloc
 
 import flashtile
 from flashtile.ops.attention import pytorch as flex
-from flashtile.testing import assert_same
+from flashtile.testing import assert_same, size
 
 HEADS, SEQ = 4, 150
 
@@ -45,14 +45,47 @@ def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return 0.7 * torch.tanh(score / 0.7)
 
 
-@pytest.mark.parametrize("score_mod", [None, relative, capped], ids=["none", "relative", "capped"])
+DOCUMENTS, STARTS = torch.arange(SEQ) // 40, torch.tensor([0, 40, 80, 120])
+
+
+def in_documents(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Positions count from the start of a document."""
+    return relative(score, b, h, q - STARTS[DOCUMENTS[q]], k - STARTS[DOCUMENTS[k]])
+
+
+def weighted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    return torch.nn.functional.silu(score) * weights[b, q]
+
+
+class Buckets(torch.nn.Module):
+    """T5's buckets of distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.table = torch.nn.Parameter(torch.randn(16, HEADS, generator=generator, dtype=torch.float64))
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = torch.abs(q - k)
+        large = 8 + (torch.log(distance.clamp(min=1) / 8) / 2 * 8).to(torch.int32)
+        return score + self.table[torch.where(distance < 8, distance, large.clamp(max=15)), h]
+
+
+#: As users of FlexAttention write them, unchanged.
+SCORES: dict[str, Callable[..., Tensor] | None] = {
+    "none": None, "relative": relative, "capped": capped, "in documents": in_documents, "module": Buckets(),
+    "partial": functools.partial(weighted, weights=torch.linspace(0, 1, 2 * SEQ, dtype=torch.float64).view(2, SEQ)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("score_mod", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("mask_mod", [None, causal, sliding], ids=["all", "causal", "sliding"])
 def test_agrees_with_pytorch(score_mod, mask_mod):
     query, key, value = inputs()
     block_mask = None if mask_mod is None else create_block_mask(mask_mod, None, None, SEQ, SEQ, device="cpu")
     found = flashtile.flex_attention(query, key, value, score_mod, block_mask, 0.3)
     expected = torch_flex.flex_attention(query, key, value, score_mod, block_mask, 0.3)
-    assert_same(found, expected)
+    assert_same(found.detach(), expected.detach())
 
 
 def test_statistics_as_asked_for():
@@ -233,6 +266,20 @@ def test_a_compiled_mask_of_pytorch_is_what_its_function_reads_now():
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"flashtile\.BlockMask\.from_flex"):
         whole(query, block_mask)
     assert_same(whole(query, flashtile.BlockMask.from_flex(block_mask)), model(query, block_mask))
+
+
+def test_the_gradient_of_a_module_with_buckets():
+    query, key, value = inputs()
+    module, index = Buckets(), torch.arange(SEQ)
+    (gradient,) = torch.autograd.grad(flashtile.flex_attention(query, key, value, module).sin().sum(), module.table)
+    bias = module(torch.zeros(1, 1, 1, 1), None, torch.arange(HEADS).view(-1, 1, 1), index[:, None], index)
+    by_hand = torch.softmax(query @ key.transpose(-1, -2) / 4 + bias, -1) @ value
+    (of_bias,) = torch.autograd.grad(by_hand.sin().sum(), bias)
+    # The gradients of a row's scores cancel: their sum is 0.
+    expected, cancelled = (
+        torch.autograd.grad(bias, module.table, of, retain_graph=True)[0] for of in (of_bias, of_bias.abs())
+    )
+    assert_same(gradient, expected, cancelled=size(cancelled))
 
 
 def test_a_slice_of_a_mask_needs_a_function_of_its_own():

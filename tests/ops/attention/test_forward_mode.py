@@ -17,7 +17,7 @@ from flashtile import BlockMask
 from flashtile.ops.attention import reference, row_weights
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
-from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
+from support.attention.attention_cases import COMBINED, EDGES, PAIRS, parameters
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
@@ -141,11 +141,6 @@ def problem(name: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tenso
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_gradcheck(name):
-    assert gradcheck(*problem(name), check_forward_ad=True, check_backward_ad=False)
-
-
-@pytest.mark.parametrize("name", CHECKED)
 def test_forward_over_reverse(name):
     assert gradgradcheck(*problem(name), check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False)
 
@@ -223,17 +218,6 @@ def test_dual_tensors_through_a_backward():
     assert_same(tangent, torch.einsum("abcdefgh,efgh->abcd", hessian, direction))
 
 
-def test_only_what_moves_has_a_tangent():
-    q, k, v = (torch.randn(1, 5, 2, 4, dtype=torch.float64) for _ in range(3))
-    for name in "qkv":
-        given = {"q": q, "k": k, "v": v}
-        call = lambda x: flashtile.attention(**{**given, name: x}, window=(2, 1))  # noqa: B023, E731
-        one = given[name]
-        _, tangent = torch.func.jvp(call, (one,), (one.cos(),))
-        expected = torch.einsum("abcdefgh,efgh->abcd", torch.func.jacrev(call)(one), one.cos())
-        assert_same(tangent, expected)
-
-
 def test_forward_mode_in_forward_mode_is_refused_instead_of_a_zero_tangent():
     with pytest.raises(NotImplementedError, match="use reverse mode for one of the two"):
         torch.func.jacfwd(torch.func.jacfwd(loss))(example())
@@ -303,7 +287,3 @@ def test_the_value_is_that_of_the_backend(monkeypatch):
     q = torch.randn(2, 9, 2, 8)
     value, _ = torch.func.jvp(lambda q: flashtile.attention(q, q, q, backend="cpu"), (q,), (q,))
     assert torch.equal(value, flashtile.attention(q, q, q, backend="cpu"))
-
-
-def test_base_is_many_parts():
-    assert BASE.seq_q > 2 * 16

@@ -15,6 +15,7 @@ from support.attention.mask_checks import check_mask
 BATCH, HEADS, SEQ_Q, SEQ_K = 2, 2, 210, 170
 
 IDS = torch.arange(400) // 37
+STARTS = 37 * torch.arange(11)
 IDS_OF_BATCH = torch.stack((IDS, IDS.flip(0)))
 LENGTHS = torch.tensor([100, 250], dtype=torch.int32)
 REACH = torch.tensor([5.5, 64.0, 300.0])
@@ -39,6 +40,7 @@ FUNCTIONS = {
     "documents": lambda b, h, q, k: IDS[q] == IDS[k],
     "documents_of_batch": lambda b, h, q, k: (IDS_OF_BATCH[b, q] == IDS_OF_BATCH[b, k]) & (q >= k),
     "documents_by_rows": lambda b, h, q, k: IDS_OF_BATCH[b][q] == IDS_OF_BATCH[b][k],
+    "lookup_of_a_lookup": lambda b, h, q, k: q - STARTS[IDS[q]] >= k - STARTS[IDS[k]],
     "fixed_row": lambda b, h, q, k: IDS_OF_BATCH[1, q] <= IDS_OF_BATCH[0, k],
     "reach_of_head": lambda b, h, q, k: (q - k < REACH[h]) & (q >= k),
     "unsorted": lambda b, h, q, k: UNSORTED[q] < UNSORTED[k],

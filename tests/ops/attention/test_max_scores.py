@@ -61,22 +61,6 @@ def test_gradients_of_the_others_stay_and_it_has_none():
         found.sum().backward()
 
 
-def test_with_the_rest_of_pytorch():
-    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
-
-    def largest(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return flashtile.attention(q, k, v, causal=True, return_max_scores=True)
-
-    out, found = largest(q, k, v)
-    compiled = torch.compile(largest, fullgraph=True, backend="aot_eager")(q, k, v)
-    assert_same(compiled, (out, found))
-    assert_same(torch.autograd.grad(compiled[0].sum(), q), torch.autograd.grad(out.sum(), q))
-    _, tangent, auxiliary = torch.func.jvp(lambda q: largest(q, k, v), (q,), (q,), has_aux=True)
-    assert tangent.isfinite().all()
-    assert_same(auxiliary, found)
-    assert_same(torch.func.vmap(largest)(q[None], k[None], v[None])[1][0], found)
-
-
 def test_every_backend_with_a_backward_has_them():
     q = torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     asked = flashtile.explain(q, q, q, device="sm_90", return_max_scores=True)

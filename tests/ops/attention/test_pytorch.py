@@ -1,8 +1,6 @@
 """Attention as a part of PyTorch, beyond what `test_every_call` asks of all functions: compiler, autograd, autocast,
 transforms."""
 
-import copy
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -142,20 +140,6 @@ def test_gradient_through_lse_only():
     assert not dv.any()
 
 
-def test_second_backward_with_retained_graph():
-    q, k, v = dense_inputs()
-    loss = flashtile.attention(q, k, v, dropout_p=0.2).sin().sum()
-    first = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
-    assert_same(list(torch.autograd.grad(loss, (q, k, v))), list(first))
-
-
-def test_backward_without_retained_graph_is_refused_twice():
-    loss = flashtile.attention(*dense_inputs()).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("case", ["dense", "packed"])
 def test_nothing_quadratic_is_saved(case):
     saved = []
@@ -252,30 +236,6 @@ def test_activation_checkpointing_replays_dropout(reentrant):
     assert_same(replayed, plain)
 
 
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies_of_modules_work(copy_of):
-    block = Block()
-    block(leaf(2, 6, 8)).sum().backward()
-    block.zero_grad()
-    assert_same(*(block_gradients(b, lambda b, x: b(x)) for b in (copy_of(block), block)))
-
-
-def test_manual_seed_reproduces_dropout_bit_for_bit():
-    def outputs(seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        return results(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5), dense_inputs())
-
-    assert_same(outputs(5), outputs(5))
-    assert not torch.equal(outputs(5)[0], outputs(6)[0])
-
-
-def test_each_call_draws_its_own_dropout():
-    q, k, v = dense_inputs()
-    torch.manual_seed(0)
-    first, second = (flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(2))
-    assert not torch.equal(first, second)
-
-
 def test_no_dropout_draws_nothing():
     state = torch.get_rng_state()
     flashtile.attention(*dense_inputs(), dropout_p=0)
@@ -354,13 +314,6 @@ def test_gradients_of_each_sample():
     samples = torch.stack([leaf(1, 4, 2, 4, seed=seed).detach() for seed in range(3)])
     expected = torch.stack([torch.func.grad(smooth_loss)(sample) for sample in samples])
     assert_same(torch.func.vmap(torch.func.grad(smooth_loss))(samples), expected)
-
-
-def test_gradient_through_vmap():
-    samples = torch.stack([leaf(1, 4, 2, 4, seed=seed).detach() for seed in range(3)]).requires_grad_()
-    (actual,) = torch.autograd.grad(torch.func.vmap(smooth_loss)(samples).sum(), samples)
-    expected = [torch.func.grad(smooth_loss)(sample) for sample in samples.detach()]
-    assert_same(actual, torch.stack(expected))
 
 
 @pytest.mark.unpoisoned

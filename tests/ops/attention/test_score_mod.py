@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
@@ -146,10 +145,6 @@ def test_gradients_of_an_entry_that_a_number_names():
         assert_same(found, expected)
 
 
-def _relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + (q - k)
-
-
 def _capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return 2 * torch.tanh(score / 2)
 
@@ -159,37 +154,7 @@ def _rounded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tenso
     return torch.sin(score)
 
 
-def _causal(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(q >= k, score, -float("inf"))
-
-
-def _alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + (k - q) * torch.exp2(-((h + 1) * 8.0 / HEADS))
-
-
-@pytest.mark.parametrize("score_mod", [_relative, _capped, _causal, _alibi], ids=lambda function: function.__name__)
-def test_functions_of_flex_attention_mean_the_same(score_mod):
-    q, k, v = (tensor.detach() for tensor in qkv())  # on a CPU FlexAttention has no gradients
-    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-    expected: Any = flex_attention(*heads_first, score_mod=score_mod, enable_gqa=True)
-    assert_same(flashtile.attention(q, k, v, score_mod=score_mod), expected.transpose(1, 2))
-
-
 # --- against what is built in ---------------------------------------------------------------------------------------
-
-
-def test_like_the_built_in_ones():
-    slopes, bias = leaf(HEADS, seed=5), leaf(HEADS, SEQ_Q, SEQ_K, seed=6)
-
-    def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score - slopes[h] * torch.abs(q + (SEQ_K - SEQ_Q) - k)
-
-    def added(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + bias[h, q, k]
-
-    assert_same(results(alibi, [slopes]), results(None, [slopes], alibi_slopes=slopes))
-    assert_same(results(added, [bias]), results(None, [bias], bias=bias))
-    assert_same(results(_capped, []), results(None, [], softcap=2.0))
 
 
 # --- derivatives ----------------------------------------------------------------------------------------------------
