@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile._backends.alignment import misalignment, power_of_two_factor
-from flashtile._backends.allocate import contiguous, layouts
-from flashtile._backends.launch import float32, int64, plan_cache, pointer_to
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import contiguous
+from flashtile._backends.launch import float32, int64, pointer_to
+from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.kernels import tanh
-from flashtile.ops.gate.spec import GateGradients, GateInputs, GateSpec, GateUpstream
+from flashtile.ops.gate.spec import GateGradients, GateSpec
 
 #: Elements of a tile: 16 for each thread of 4 warps, two loads of 16 bytes of a 16-bit tensor.
 _BLOCK_N = 2048
@@ -39,24 +39,17 @@ def gate_backward_kernel(dout_ptr, x_ptr, y_ptr, dx_ptr, dy_ptr, size, scale, BL
     tl.store(dy_ptr + place, (dout * gate).to(dy_ptr.dtype.element_ty), mask=place < size)
 
 
-def forward(inputs: GateInputs, spec: GateSpec) -> Tensor:
-    return forward_pipeline(inputs, spec).on(inputs)[0]
+@launched(Tensor)
+def forward(inputs: Any, spec: GateSpec, *, at: int, device: torch.device) -> Pipeline:
+    return _pipeline("forward", inputs, spec, at, device)
 
 
-def backward(given: GateUpstream, spec: GateSpec) -> GateGradients:
-    return GateGradients(*backward_pipeline(given, spec).on(given))
+@launched(GateGradients)
+def backward(given: Any, spec: GateSpec, *, at: int, device: torch.device) -> Pipeline:
+    return _pipeline("backward", given, spec, at, device)
 
 
-def forward_pipeline(inputs: GateInputs, spec: GateSpec) -> Pipeline:
-    return _pipeline("forward", layouts(inputs), misalignment(*inputs), spec, inputs.x.device)
-
-
-def backward_pipeline(given: GateUpstream, spec: GateSpec) -> Pipeline:
-    return _pipeline("backward", layouts(given), misalignment(*given), spec, given.x.device)
-
-
-@plan_cache
-def _pipeline(step: str, tensors: Any, misalignment: int, spec: GateSpec, device: torch.device) -> Pipeline:
+def _pipeline(step: str, tensors: Any, spec: GateSpec, misalignment: int, device: torch.device) -> Pipeline:
     shape, _, dtype = tensors.x
     tensor, size = pointer_to(dtype, power_of_two_factor(misalignment)), torch.Size(shape).numel()
     names = ("x_ptr", "y_ptr", "out_ptr", "dout_ptr", "dx_ptr", "dy_ptr")

@@ -30,7 +30,15 @@ from flashtile.ops.layer_norm import spec as norms
 from flashtile.ops.rotary import kernels as rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from flashtile.ops.softmax import kernels as softmax
-from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
+from flashtile.ops.softmax.spec import (
+    IsFirst,
+    Merge,
+    MergedPart,
+    OutputType,
+    SoftmaxGradient,
+    SoftmaxInputs,
+    SoftmaxSpec,
+)
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -232,8 +240,8 @@ def test_merge(launched):
         _meta(3, 64, 2**21, dtype=torch.float32, strides=(2**38, 2**32, 1)),
     )
     for first in (True, False):
-        softmax.merge_part(acc, row_max, row_max, acc.bfloat16(), lse, first)
-    softmax.merge_finish(acc, row_max, row_max, torch.bfloat16)
+        softmax.merge_part(MergedPart(acc, row_max, row_max, acc.bfloat16(), lse), IsFirst(first))
+    softmax.merge_finish(Merge(acc, row_max, row_max), OutputType(torch.bfloat16))
     assert launched == ["merge_part_kernel", "merge_part_kernel", "merge_finish_kernel"]
 
 

@@ -12,16 +12,27 @@ from __future__ import annotations
 import functools
 import struct
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile._backends import forgetters, observe, picker
-from flashtile._backends.allocate import Layout, Scratch, allocator
+from flashtile._backends.alignment import misalignment
+from flashtile._backends.allocate import Layout, Scratch, allocator, layouts
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import GIVEN, KernelSource, Launch, Plan, Specialisation, pointer, pointers, specialise
+from flashtile._backends.launch import (
+    GIVEN,
+    KernelSource,
+    Launch,
+    Plan,
+    Specialisation,
+    plan_cache,
+    pointer,
+    pointers,
+    specialise,
+)
 from flashtile._backends.launcher import call_again, driver, driver_arguments, word_addresses
 from flashtile._backends.tma import TmaTensor
 
@@ -177,6 +188,42 @@ class Pipeline:
         if self.scratch is None or name not in self.scratch.parts:
             return None
         return self.scratch.part(made[-1], name)
+
+
+def launched(
+    results: type | None, addresses: Callable[[Any], Hashable] = lambda tensors: misalignment(*tensors)
+) -> Callable[[Callable[..., Pipeline]], Any]:
+    """Makes a function of a backend, of `(tensors, *scalars)`, from one that plans its launches.
+
+    The plan is a function of `(tensors, *scalars, at=, device=)`, where `tensors` are the layouts of a NamedTuple, and
+    `at` is all that the plan is to know of addresses. It is kept for calls that look alike. The function that is made
+    has the plan as `__wrapped__`, and as `pipeline(tensors, *scalars)` the launches for tensors that lie like these.
+
+    Args:
+        results: Tensor, for the first output, None if there is none; a NamedTuple with outputs for fields, None for one
+            that there is not; or None for a function that writes to its tensors alone.
+        addresses: what `at` is, from the tensors; without it, their addresses modulo 16, put together.
+    """
+
+    def launch(plan: Callable[..., Pipeline]) -> Any:
+        planned = plan_cache(plan)
+
+        def pipeline(tensors: Any, *scalars: Any) -> Pipeline:
+            return planned(layouts(tensors), *scalars, at=addresses(tensors), device=tensors[0].device)
+
+        @functools.wraps(plan)
+        def run(tensors: Any, *scalars: Any) -> Any:
+            launches = pipeline(tensors, *scalars)
+            found = launches.on(tensors)
+            if results is None or results is Tensor:
+                return found[0] if found else None
+            by_name = dict(zip(launches.outputs, found))
+            return results._make(map(by_name.get, results._fields))  # type: ignore[attr-defined]
+
+        run.pipeline = pipeline  # type: ignore[attr-defined]
+        return run
+
+    return launch
 
 
 def _on_tensors(run: Callable[..., list[Tensor]], outputs: int) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:

@@ -53,21 +53,21 @@ class Call(NamedTuple):
 
 def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a forward call."""
-    facts = call.misalignment, call.partial, call.spec()
-    return _planned(kernels._forward_pipeline, device, call.inputs(), *facts).plans["forward"]
+    function = kernels.read if call.partial else kernels.forward
+    return _planned(function, device, call.inputs(), call.spec(), at=call.misalignment).plans["forward"]
 
 
 def backward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a backward call whose gradient has memory of its own."""
     scalar: Any = contiguous((), _FP32)
     normaliser: Any = contiguous((call.rows, 2), _FP32)
-    given, facts = LossUpstream(scalar, scalar, *call.inputs(), normaliser), (call.misalignment, False, call.spec())
-    return _planned(kernels._backward_pipeline, device, given, *facts).plans["backward"]
+    given = LossUpstream(scalar, scalar, *call.inputs(), normaliser)
+    return _planned(kernels.backward, device, given, call.spec(), at=call.misalignment).plans["backward"]
 
 
-def _planned(make: Any, device: devices.DeviceFacts, *arguments: Any) -> Pipeline:
+def _planned(function: Any, device: devices.DeviceFacts, *arguments: Any, **at: int) -> Pipeline:
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return make.__wrapped__(*arguments, torch.device("cuda", 0))
+        return function.__wrapped__(*arguments, device=torch.device("cuda", 0), **at)
 
 
 _PLANS = {"forward": forward_plan, "backward": backward_plan}
@@ -135,7 +135,7 @@ def test_gradients_at_another_distance_from_a_vector():
 def test_reduction_compiles(label_dtype, mean):
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
     call = Call(label_dtype=label_dtype, weighted=mean == (label_dtype is torch.int64))
-    plan = _planned(kernels._forward_pipeline, _HOPPER, call.inputs(), 0, False, spec).plans["reduce"]
+    plan = _planned(kernels.forward, _HOPPER, call.inputs(), spec, at=0).plans["reduce"]
     check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 

@@ -55,7 +55,7 @@ def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
     if kernel == "activate":
         spec = ActivationSpec(call.activation, call.gated)
         given = Activated(contiguous((call.rows, call.width * (1 + call.gated)), call.dtype))
-        return _planned(kernels._activate_pipeline, device, given, call.misalignment, spec).plans["activate"]
+        return _planned(kernels.activate, device, given, spec, at=call.misalignment).plans["activate"]
     return sum_pipeline(kernel, device, call).plans["main"]
 
 
@@ -63,18 +63,18 @@ def sum_pipeline(kernel: str, device: devices.DeviceFacts, call: Call) -> Pipeli
     """The launches of what may sum columns."""
     x = contiguous((call.rows, call.width), call.dtype)
     given = ActivationUpstream(x, contiguous((call.rows, call.width * (1 + call.gated)), call.dtype))
-    flags = (ActivationSpec(call.activation, call.gated), Wanted(call.wants_bias, call.wants_hidden))
+    scalars = (ActivationSpec(call.activation, call.gated), Wanted(call.wants_bias, call.wants_hidden))
     if kernel == "column_sum":
-        given, flags = Summed(x), (kernels._COLUMN_SUM, Wanted(True, False))
-    return _planned(kernels._sum_pipeline, device, given, call.misalignment, *flags)
+        given, scalars = Summed(x), ()
+    return _planned(getattr(kernels, kernel), device, given, *scalars, at=call.misalignment)
 
 
-def _planned(make: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
+def _planned(function: Any, device: devices.DeviceFacts, *arguments: Any, at: int) -> Any:
     with (
         mock.patch.object(kernels, "device_facts", return_value=device),
         mock.patch.object(kernels, "multiprocessors", return_value=132),
     ):
-        return make.__wrapped__(*arguments, torch.device("cuda", 0))
+        return function.__wrapped__(*arguments, at=at, device=torch.device("cuda", 0))
 
 
 _CALLS = {

@@ -91,23 +91,22 @@ class Call(NamedTuple):
 
 def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a forward call."""
-    make, operands = kernels._forward_pipeline, call.tensors(Operands)
-    return _planned(make, device, operands, call.misalignment, call.spec()).plans["forward"]
+    return _planned(kernels.forward, device, call, call.tensors(Operands)).plans["forward"]
 
 
 def backward_pipeline(device: devices.DeviceFacts, call: Call) -> Pipeline:
     """The launches of a backward call with a gradient of x from above where there is a residual."""
     wanted = Wanted(call.rows, "residual" in call.optional, "x1" in call.optional, True)
-    make, given = kernels._backward_pipeline, call.tensors(Upstream)
-    return _planned(make, device, given, call.misalignment, call.spec(), wanted)
+    return _planned(kernels.backward, device, call, call.tensors(Upstream), wanted)
 
 
-def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
+def _planned(function: Any, device: devices.DeviceFacts, call: Call, tensors: Any, *wanted: Wanted) -> Any:
     with (
         mock.patch.object(kernels, "device_facts", return_value=device),
         mock.patch.object(kernels, "multiprocessors", return_value=132),
     ):
-        return plan.__wrapped__(*arguments, torch.device("cuda", 0))
+        facts = {"at": call.misalignment, "device": torch.device("cuda", 0)}
+        return function.__wrapped__(tensors, call.spec(), *wanted, **facts)
 
 
 _PLANS = {"forward": forward_plan, "backward": lambda device, call: backward_pipeline(device, call).plans["main"]}

@@ -51,7 +51,7 @@ def plan(device: devices.DeviceFacts, call: Call) -> Plan:
     )  # fmt: skip
     spec = RotarySpec(call.interleaved, False, call.heads_q, call.heads_rotated, 0)
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        pipeline = kernels._pipeline.__wrapped__(rotation, 0, call.inplace, spec, torch.device("cuda", 0))
+        pipeline = kernels.forward.__wrapped__(rotation, spec, call.inplace, at=0, device=torch.device("cuda", 0))
     return pipeline.plans["rotary"]
 
 

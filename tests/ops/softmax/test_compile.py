@@ -17,7 +17,7 @@ from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.softmax import kernels
-from flashtile.ops.softmax.spec import MergedPart, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
+from flashtile.ops.softmax.spec import Merge, MergedPart, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
@@ -42,7 +42,7 @@ def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
     tensors = SoftmaxInputs(x, mask) if kernel == "forward" else SoftmaxGradient(x, x)
     spec, gpu = SoftmaxSpec(0.1, call.causal), torch.device("cuda", 0)
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return kernels._pipeline.__wrapped__(kernel, tensors, (0, 0), spec, gpu).plans[kernel]
+        return kernels._pipeline(kernel, tensors, (0, 0), spec, gpu).plans[kernel]
 
 
 _CALLS = {
@@ -106,9 +106,10 @@ def merge_plan(step: str, dtype: torch.dtype, width: int, device: devices.Device
     """The plan of a merge of aligned tensors `[2, 100, 3, width]`, in memory for a multiple of 16 columns."""
     shape, memory, of_rows = (2, 100, 3, width), (2, 100, 3, -(-width // 16) * 16), contiguous((2, 3, 100), _FP32)
     acc, out = (Layout(shape, contiguous_strides(memory), of) for of in (_FP32, dtype))
-    part = MergedPart(acc, of_rows, of_rows, out, of_rows)
+    tensors = Merge(acc, of_rows, of_rows) if step == "finish" else MergedPart(acc, of_rows, of_rows, out, of_rows)
+    outputs = {"out": out, "lse": of_rows} if step == "finish" else {}
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return kernels._merge_pipeline.__wrapped__(step, part, 0, torch.device("cuda", 0)).plans[step]
+        return kernels._merge_pipeline(step, tensors, 0, outputs, torch.device("cuda", 0)).plans[step]
 
 
 def _merges() -> list[Any]:

@@ -112,8 +112,7 @@ def operator(
         returned = f"({returned})"
     _LIBRARY.define(f"{name}({', '.join(_fields(kinds, written))}, str backend) -> {returned}")
     overload = getattr(torch.ops.flashtile, name).default
-    # Without `prepare` calls are each decided about.
-    prepare: Callable[..., Launch | None] = getattr(run, "prepare", lambda *call: None)
+    prepare: Callable[..., Launch | None] = getattr(run, "prepare", _decide) if results else _decide
     launches = call_table()
 
     def call(given: Any, *rest: Any) -> Any:
@@ -163,11 +162,14 @@ def operator(
     return made
 
 
+def _decide(*call: Any) -> None:
+    """`Operator.prepare` where each call is decided about."""
+
+
 class OnBackend:
     """`run` of an operator that a function `(tensors, *scalars)` of each backend computes.
 
-    A backend's module may have a function `<function>_pipeline` beside it, with the same arguments. It returns the
-    `Pipeline` that launches the kernels for tensors that lie like these.
+    One that `pipeline.launched` made has the `Pipeline` that launches the kernels for tensors that lie like these.
     """
 
     def __init__(
@@ -204,11 +206,10 @@ class OnBackend:
             return None
         if self._arrange(given) is not given:
             return None
-        module, scalars = self.module(given, *rest), rest[:-1]
-        pipeline = getattr(module, f"{self._function}_pipeline", None)
+        function, kind, scalars = getattr(self.module(given, *rest), self._function), type(given), rest[:-1]
+        pipeline = getattr(function, "pipeline", None)
         if pipeline is not None:
             return pipeline(given, *scalars).on
-        function, kind = getattr(module, self._function), type(given)
         expand = expander([tensor is not None for tensor in given])
         shapes = [tensor.shape for tensor in given if tensor is not None]
 

@@ -41,6 +41,11 @@ def last_contiguous(tensors: Given) -> Given:
     return tensors
 
 
+def as_they_are(tensors: Given) -> Given:
+    """Tensors of any strides."""
+    return tensors
+
+
 def contiguous(tensors: Any) -> Any:
     """A NamedTuple of tensors and None, each tensor contiguous."""
     if all(tensor is None or tensor.is_contiguous() for tensor in tensors):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile._backends.alignment import misalignment, power_of_two_factor
-from flashtile._backends.allocate import Layout, contiguous, layouts
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import (
     Parameter,
@@ -30,17 +30,14 @@ from flashtile._backends.launch import (
     plan_cache,
     pointer_to,
 )
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.kernels import tanh
 from flashtile.ops.cross_entropy.spec import (
     CrossEntropySpec,
-    LossInputs,
-    LossUpstream,
     Results,
     Statistics,
     gradient_strides,
-    results_present,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -398,22 +395,16 @@ _STATISTICS = pointer_to(torch.float32)
 _WEIGHTS = {"weights_ptr": "class_weights"}
 
 
-def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
-    """Runs the forward kernel on logits with contiguous rows, and that of the reduction."""
-    rest = iter(forward_pipeline(inputs, spec).on(inputs))
-    return Results(*[next(rest) if there else None for there in results_present(spec)])  # type: ignore[arg-type]
+@launched(Results, addresses=lambda inputs: misalignment(inputs.logits))
+def forward(inputs: Any, spec: CrossEntropySpec, *, at: int, device: torch.device) -> Pipeline:
+    """The losses of logits with contiguous rows."""
+    return _forward_pipeline(inputs, at, False, spec, device)
 
 
-def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
+@launched(Statistics, addresses=lambda inputs: misalignment(inputs.logits))
+def read(inputs: Any, spec: CrossEntropySpec, *, at: int, device: torch.device) -> Pipeline:
     """The statistics of the columns that are here."""
-    pipeline = _forward_pipeline(layouts(inputs), misalignment(inputs.logits), True, spec, inputs.logits.device)
-    return Statistics(*pipeline.on(inputs))
-
-
-def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
-    """Runs the backward kernel on logits with contiguous rows; writes to their memory where asked to."""
-    found = backward_pipeline(given, spec, inplace).on(given)
-    return given.logits if inplace else found[0]
+    return _forward_pipeline(inputs, at, True, spec, device)
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:
@@ -421,17 +412,6 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     _multiply_pipeline(gradient.dtype, gradient.numel(), gradient.device).on((gradient, factor))
 
 
-def forward_pipeline(inputs: LossInputs, spec: CrossEntropySpec) -> Pipeline:
-    """The launches of a forward."""
-    return _forward_pipeline(layouts(inputs), misalignment(inputs.logits), False, spec, inputs.logits.device)
-
-
-def backward_pipeline(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Pipeline:
-    """The launch of a backward."""
-    return _backward_pipeline(layouts(given), misalignment(given.logits), inplace, spec, given.logits.device)
-
-
-@plan_cache
 def _forward_pipeline(
     inputs: Any, misalignment: int, partial: bool, spec: CrossEntropySpec, device: torch.device
 ) -> Pipeline:
@@ -456,13 +436,13 @@ def _forward_pipeline(
         "HAS_Z": partial or spec.z_loss,
         "MEAN": mean,
     }
-    losses, of_each = {"loss_ptr": "losses", "z_ptr": "z_losses", **_WEIGHTS}, contiguous((rows,), torch.float32)
+    names = ("target", "total") if partial else ("losses", "z_losses") if reduces else ("loss", "z_loss")
+    losses, of_each = {**dict(zip(("loss_ptr", "z_ptr"), names)), **_WEIGHTS}, contiguous((rows,), torch.float32)
     kernel = Kernel(cross_entropy_forward_kernel, parameters, constants, rows, losses, config.num_warps)
     kernels, normaliser = {"forward": kernel}, contiguous((rows, 2), torch.float32)
     if not reduces:
-        outputs = {"losses": of_each, "z_losses": of_each if partial or spec.z_loss else None}
-        ordered = {"normaliser": normaliser, **outputs} if partial else {**outputs, "normaliser": normaliser}
-        return Pipeline(device, kernels, inputs, ordered)
+        outputs = dict(zip(names, (of_each, of_each if partial or spec.z_loss else None)))
+        return Pipeline(device, kernels, inputs, {**outputs, "normaliser": normaliser})
     block_n, num_warps = REDUCE
     scalar, constants = contiguous((), torch.float32), {**constants, "BLOCK_N": block_n}
     buffers = {**losses, "loss_out_ptr": "loss", "z_out_ptr": "z_loss"}
@@ -472,17 +452,15 @@ def _forward_pipeline(
     return Pipeline(device, kernels, inputs, {"loss": scalar, **optional}, scratch)
 
 
-@plan_cache
-def _backward_pipeline(
-    given: Any, misalignment: int, inplace: bool, spec: CrossEntropySpec, device: torch.device
-) -> Pipeline:
-    """`given`: the layouts of `LossUpstream`; `misalignment` of the logits."""
+@launched(Tensor, addresses=lambda given: misalignment(given.logits))
+def backward(given: Any, spec: CrossEntropySpec, inplace: bool = False, *, at: int, device: torch.device) -> Pipeline:
+    """The gradient of logits with contiguous rows; nothing, if it is written to their memory."""
     dloss, scale, logits, labels, weights, _ = given
     (rows, width), itemsize = logits.shape, logits.dtype.itemsize
     strides = logits.strides if inplace else gradient_strides(width, logits.strides[0], itemsize)
     dlogits = Layout(logits.shape, strides, logits.dtype)
     # As many columns as rows of both are equally far from a multiple of. New memory begins at one.
-    lead, distance = misalignment // itemsize, logits.strides[0] - dlogits.strides[0]
+    lead, distance = at // itemsize, logits.strides[0] - dlogits.strides[0]
     vector = min(16 // itemsize, power_of_two_factor(0 if inplace else lead, distance))
     config = tile_config(width, itemsize, vector, device_facts(device))
     tiles = _tiles(width, config)

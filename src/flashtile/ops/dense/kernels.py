@@ -19,15 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile._backends.alignment import misalignment, power_of_two_factor
-from flashtile._backends.allocate import contiguous, layouts
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
-from flashtile._backends.launch import Parameter, int32, named_constants, plan_cache, pointer_to
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.launch import Parameter, int32, named_constants, pointer_to
+from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.kernels import reduce_partial
 from flashtile.ops.common.tiles import REDUCE, RowTile
-from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
+from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec, Wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -216,52 +216,32 @@ def backward_config(width: int, gated: bool, bytes_per_column: int, device: Devi
 _COLUMN_SUM = ActivationSpec("none", False)
 
 
-def activate(given: Activated, spec: ActivationSpec) -> Tensor:
+@launched(Tensor)
+def activate(given: Any, spec: ActivationSpec, *, at: int, device: torch.device) -> Pipeline:
     """hidden `[R, F]` of contiguous pre."""
-    return activate_pipeline(given, spec).on(given)[0]
-
-
-def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> ActivationGradients:
-    """See `spec.ActivationGradients`; dhidden and pre are contiguous."""
-    dpre, *rest = activate_backward_pipeline(given, spec, wanted).on(given)
-    return ActivationGradients(dpre, *[rest.pop(0) if there else None for there in wanted])
-
-
-def column_sum(given: Summed) -> Tensor:
-    """The sum over rows of contiguous x, in its dtype."""
-    return column_sum_pipeline(given).on(given)[0]
-
-
-def activate_pipeline(given: Activated, spec: ActivationSpec) -> Pipeline:
-    """The launch of an activation."""
-    return _activate_pipeline(layouts(given), misalignment(*given), spec, given.pre.device)
-
-
-def activate_backward_pipeline(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> Pipeline:
-    """The launches of its backward."""
-    return _sum_pipeline(layouts(given), misalignment(*given), spec, wanted, given.pre.device)
-
-
-def column_sum_pipeline(given: Summed) -> Pipeline:
-    """The launches of a sum over rows."""
-    return _sum_pipeline(layouts(given), misalignment(*given), _COLUMN_SUM, Wanted(True, False), given.x.device)
-
-
-@plan_cache
-def _activate_pipeline(given: Any, misalignment: int, spec: ActivationSpec, device: torch.device) -> Pipeline:
-    """`given`: the layout of `Activated`."""
     (rows, columns), _, dtype = given.pre
     width = spec.width(columns)
     check_rows("x", rows)
     config = activate_config(max(width, 1), device_facts(device))
     programs = -(-rows // config.rows) * -(-width // config.block_n)
-    parameters = {**_tensors(dtype, misalignment), "rows": int32(rows)}
+    parameters = {**_tensors(dtype, at), "rows": int32(rows)}
     constants = {**_constants(width, config), "ACTIVATION": spec.activation, "GATED": spec.gated}
     kernel = Kernel(activate_kernel, parameters, constants, programs, **config.compiled)
     return Pipeline(device, {"activate": kernel}, given, {"hidden": contiguous((rows, width), dtype)})
 
 
-@plan_cache
+@launched(ActivationGradients)
+def activate_backward(given: Any, spec: ActivationSpec, wanted: Wanted, *, at: int, device: torch.device) -> Pipeline:
+    """See `spec.ActivationGradients`; dhidden and pre are contiguous."""
+    return _sum_pipeline(given, at, spec, wanted, device)
+
+
+@launched(Tensor)
+def column_sum(given: Any, *, at: int, device: torch.device) -> Pipeline:
+    """The sum over rows of contiguous x, in its dtype."""
+    return _sum_pipeline(given, at, _COLUMN_SUM, Wanted(True, False), device)
+
+
 def _sum_pipeline(
     given: Any, misalignment: int, spec: ActivationSpec, wanted: Wanted, device: torch.device
 ) -> Pipeline:
@@ -278,7 +258,7 @@ def _sum_pipeline(
     columns = 2 * width if spec.gated else width
     outputs = {
         "dpre": None if sums_alone else contiguous((rows, columns), dtype),
-        "sum": contiguous((columns,), dtype) if wanted.wants_bias else None,
+        "dbias": contiguous((columns,), dtype) if wanted.wants_bias else None,
         "hidden": contiguous(shape, dtype) if wanted.wants_hidden else None,
     }
     parameters = {**_tensors(dtype, misalignment), "rows": int32(rows), "splits": int32(splits)}
@@ -295,8 +275,10 @@ def _sum_pipeline(
     if wanted.wants_bias:
         parameters = {**_tensors(dtype, 0), "splits": int32(splits)}
         programs = -(-columns // REDUCE.block_n) if splits else 0
-        kernels["reduce"] = Kernel(reduce_kernel, parameters, _constants(columns, REDUCE), programs, **REDUCE.compiled)
-    zeroed = () if splits else ("sum",)
+        kernels["reduce"] = Kernel(
+            reduce_kernel, parameters, _constants(columns, REDUCE), programs, {"sum_ptr": "dbias"}, **REDUCE.compiled
+        )
+    zeroed = () if splits else ("dbias",)
     scratch = {"partial": splits * columns} if wanted.wants_bias and splits else None
     return Pipeline(device, kernels, given, outputs, scratch, zeroed, unused={"partial"})
 

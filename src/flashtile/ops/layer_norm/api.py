@@ -334,11 +334,11 @@ def _complete(given: Upstream, ctx: Any, spec: NormSpec, wanted: Wanted) -> Upst
 
 def _input_gradients(found: Gradients, spec: NormSpec, wanted: Wanted) -> tuple[Tensor | None, ...]:
     """The gradients in the order of `Operands`. Summands that nothing changed on the way share that of the sum."""
-    dx, dx0, dx1, *of_weights, dlayerscale = found
+    dsum, dx0, dx1, *of_weights, dlayerscale = found
     own = dx0 is not None
-    dresidual = dx if wanted.residual else None
-    dx1 = dx if wanted.x1 and not own else dx1
-    return dx0 if own else dx, dresidual, dx1, *of_weights, None, dlayerscale
+    dresidual = dsum if wanted.residual else None
+    dx1 = dsum if wanted.x1 and not own else dx1
+    return dx0 if own else dsum, dresidual, dx1, *of_weights, None, dlayerscale
 
 
 _norm = differentiable(

@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile._backends.alignment import misalignment, power_of_two_factor
-from flashtile._backends.allocate import Layout, contiguous, layouts
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
 from flashtile._backends.launch import (
     Parameter,
@@ -30,10 +30,9 @@ from flashtile._backends.launch import (
     int32,
     int64,
     named_constants,
-    plan_cache,
     pointer_to,
 )
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.kernels import kept_in_rows, load_dropout, reduce_partial
 from flashtile.ops.common.philox import keep_threshold
@@ -43,12 +42,9 @@ from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,
     NormSpec,
-    Operands,
-    Upstream,
     Wanted,
     makes_sum,
     present_gradients,
-    present_results,
 )
 
 # --- what the kernels share: addresses of rows, the sum that is normalised, statistics, parameters --------------------
@@ -579,31 +575,9 @@ _SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
 Dtypes = dict[str, "torch.dtype | None"]
 
 
-def forward(operands: Operands, spec: NormSpec) -> Normalised:
-    """Runs the forward kernel. Operands as the operator gives them: rows contiguous in themselves."""
-    rest = iter(forward_pipeline(operands, spec).on(operands))
-    return Normalised(*[next(rest) if there else None for there in present_results(operands, spec)])  # type: ignore[arg-type]
-
-
-def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
-    """Runs the backward kernel, and where there are gradients of parameters, the one that adds their parts."""
-    rest = iter(backward_pipeline(given, spec, wanted).on(given))
-    return Gradients(*[next(rest) if there else None for there in present_gradients(given, spec, wanted)])
-
-
-def forward_pipeline(operands: Operands, spec: NormSpec) -> Pipeline:
-    """The launch of a forward."""
-    return _forward_pipeline(layouts(operands), misalignment(*operands), spec, operands.x0.device)
-
-
-def backward_pipeline(given: Upstream, spec: NormSpec, wanted: Wanted) -> Pipeline:
-    """The launches of a backward."""
-    return _backward_pipeline(layouts(given), misalignment(*given), spec, wanted, given.x.device)
-
-
-@plan_cache
-def _forward_pipeline(operands: Any, misalignment: int, spec: NormSpec, device: torch.device) -> Pipeline:
-    """`operands`: their layouts."""
+@launched(Normalised)
+def forward(operands: Any, spec: NormSpec, *, at: int, device: torch.device) -> Pipeline:
+    """z, x and statistics, of rows that are contiguous in themselves."""
     rows, width = operands.rows, operands.x0.shape[1]
     check_rows("x0", rows)
     names, strides = _dtypes(operands), _row_strides(operands, ("x0", "x1", "residual"))
@@ -616,7 +590,7 @@ def _forward_pipeline(operands: Any, misalignment: int, spec: NormSpec, device: 
         "rstd": torch.float32,
     }
     parameters = {
-        **_parameters(names | results, strides, misalignment, rows, spec),
+        **_parameters(names | results, strides, at, rows, spec),
         "epsilon": float32(spec.epsilon),
     }
     out, statistics = (spec.out_rows, width), (rows,)
@@ -627,9 +601,9 @@ def _forward_pipeline(operands: Any, misalignment: int, spec: NormSpec, device: 
     return Pipeline(device, {"forward": kernel}, operands, _outputs(results, shapes), zeroed=zeroed)
 
 
-@plan_cache
-def _backward_pipeline(given: Any, misalignment: int, spec: NormSpec, wanted: Wanted, device: torch.device) -> Pipeline:
-    """`given`: the layouts of `Upstream`."""
+@launched(Gradients)
+def backward(given: Any, spec: NormSpec, wanted: Wanted, *, at: int, device: torch.device) -> Pipeline:
+    """The gradients, and where there are some of parameters, the sums of their parts."""
     (rows, width), present = given.x.shape, present_gradients(given, spec, wanted)
     names, strides = _dtypes(given), _row_strides(given, ("dz", "dz1", "dx", "x", "x0"))
     own, sums = dict(zip(("dsum", "dx0", "dx1"), present)), dict(zip(_SUMMED, present[3:], strict=True))
@@ -640,7 +614,7 @@ def _backward_pipeline(given: Any, misalignment: int, spec: NormSpec, wanted: Wa
     summed = {f"SUMS_{name.upper()}": there for name, there in sums.items()}
     constants = {**_constants(names, width, spec, config), **summed, "STAGES": config.num_stages}
     tensors = names | made | {"partial": torch.float32}
-    parameters = _parameters(tensors, strides, misalignment, rows, spec)
+    parameters = _parameters(tensors, strides, at, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
     kernels = {"main": Kernel(norm_backward_kernel, parameters, constants, programs, _SEED, **config.compiled)}
     totals = {f"d{name}": names[name] if there else None for name, there in sums.items()}

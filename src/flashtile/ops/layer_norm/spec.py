@@ -131,9 +131,10 @@ class Normalised(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of a backward pass. The gradients of residual, x0 and x1 are dx where they have none of their own."""
+    """Results of a backward pass. The gradients of residual, x0 and x1 are that of the sum where they have
+    none of their own."""
 
-    dx: Tensor | None = None
+    dsum: Tensor | None = None
     dx0: Tensor | None = None
     dx1: Tensor | None = None
     dweight: Tensor | None = None

@@ -349,12 +349,13 @@ def _run_inplace(rotation: Rotation, spec: RotarySpec, backend: str) -> None:
     _check_values(rotation, spec)
     x = rotation.x
     module = _BACKENDS.implementation(backend, x.device, _dtype(rotation, spec))
-    rotated = module.forward(last_contiguous(rotation), spec, True)
+    written = last_contiguous(rotation)
+    module.forward(written, spec, True)
     if not x.is_inference():
         # Kernels write past PyTorch's back: an earlier operation that keeps x for its gradient must learn of it.
         torch.autograd.graph.increment_version(x)
-    if rotated is not x:  # a copy, because the last dimension is not contiguous
-        x.copy_(rotated)
+    if written.x is not x:  # a copy, because the last dimension is not contiguous
+        x.copy_(written.x)
 
 
 _rotary = operator(

@@ -15,20 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile._backends.alignment import misalignment, power_of_two_factor
-from flashtile._backends.allocate import contiguous, layouts
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import (
     int32,
     int64,
     named_constants,
-    plan_cache,
     pointer_to,
     stride_parameters,
 )
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.tiles import power_of_two
-from flashtile.ops.rotary.spec import RotarySpec, Rotation
+from flashtile.ops.rotary.spec import RotarySpec
 
 
 @triton.jit
@@ -208,23 +207,12 @@ def rotary_config(heads: int, head_dim: int, half: int, device: DeviceFacts) -> 
     return RotaryConfig(block_s, block_h, block_half, power_of_two(head_dim - 2 * half), 128 // device.warp_size)
 
 
-def forward(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Tensor:
-    """The rotated x: a new tensor, or x itself."""
-    found = forward_pipeline(rotation, spec, inplace).on(rotation)
-    return rotation.x if inplace else found[0]
-
-
-def forward_pipeline(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Pipeline:
-    """The launch of a rotation."""
-    return _pipeline(layouts(rotation), misalignment(*rotation[:5]), inplace, spec, rotation.x.device)
-
-
 _TABLES = ("cos", "sin", "cos_k", "sin_k")
 
 
-@plan_cache
-def _pipeline(rotation: Any, misalignment: int, inplace: bool, spec: RotarySpec, device: torch.device) -> Pipeline:
-    """`rotation`: the layouts of its tensors; `misalignment` of x and the tables."""
+@launched(Tensor, addresses=lambda rotation: misalignment(*rotation[:5]))
+def forward(rotation: Any, spec: RotarySpec, inplace: bool = False, *, at: int, device: torch.device) -> Pipeline:
+    """The rotated x: a new tensor, or nothing, if x is written to."""
     x, cos, _, _, _, offsets, cu_seqlens, ids = rotation
     (*outer, heads, head_dim), (positions, half) = x.shape, cos.shape
     tokens = functools.reduce(int.__mul__, outer, 1)
@@ -238,7 +226,7 @@ def _pipeline(rotation: Any, misalignment: int, inplace: bool, spec: RotarySpec,
     # Rows in one dimension are those of one sequence to the kernel, unless it has cumulative lengths.
     seq, batch = (tokens, 1) if len(outer) == 1 else (outer[1], outer[0])
     batch = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensor, angles = (pointer_to(of.dtype, power_of_two_factor(misalignment)) for of in (x, cos))
+    tensor, angles = (pointer_to(of.dtype, power_of_two_factor(at)) for of in (x, cos))
     dimensions, starts = ("batch", "row", "head"), offsets if ids is None else ids
     parameters = {
         **dict.fromkeys(("x_ptr", "out_ptr"), tensor),

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.rows import compute_dtype, row_blocks
-from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec, merge_part, merged_statistics
+from flashtile.ops.softmax.spec import (
+    Merge,
+    Merged,
+    OutputType,
+    SoftmaxGradient,
+    SoftmaxInputs,
+    SoftmaxSpec,
+    merge_part,
+    merged_statistics,
+)
 
 __all__ = ["backward", "forward", "merge_finish", "merge_part"]
 
@@ -69,8 +78,8 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
                 yield entry, head, rows
 
 
-def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge_finish(merge: Merge, spec: OutputType) -> Merged:
     """The result of a running merge, divided and rounded in one pass."""
-    total, lse = merged_statistics(row_max, row_sum)
-    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
-    return torch.div(acc, total, out=out), lse
+    total, lse = merged_statistics(merge)
+    out = torch.empty(merge.acc.shape, dtype=spec.dtype, device="cpu")
+    return Merged(torch.div(merge.acc, total, out=out), lse)

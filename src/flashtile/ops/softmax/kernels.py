@@ -19,20 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile._backends.alignment import misalignment, power_of_two_factor
-from flashtile._backends.allocate import contiguous, layouts
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     float32,
     int32,
     named_constants,
-    plan_cache,
     pointer_to,
     stride_parameters,
 )
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.checks import check_programs, check_rows
 from flashtile.ops.common.tiles import held_row_tile
-from flashtile.ops.softmax.spec import MergedPart, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
+from flashtile.ops.softmax.spec import IsFirst, Merged, OutputType, SoftmaxSpec
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -255,30 +254,21 @@ def merge_finish_kernel(
     tl.store(out_pointers, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# --- launches ---------------------------------------------------------------------
+# --- launches ---------------------------------------------------------------------------------------------------------
 
 
-def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
-    """Runs the forward kernel on a contiguous x; a mask has any strides."""
-    return forward_pipeline(inputs, spec).on(inputs)[0]
+@launched(Tensor, addresses=lambda inputs: (*map(misalignment, inputs),))
+def forward(inputs: Any, spec: SoftmaxSpec, *, at: tuple[int, int], device: torch.device) -> Pipeline:
+    """The softmax of a contiguous x; a mask has any strides."""
+    return _pipeline("forward", inputs, at, spec, device)
 
 
-def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
-    """Runs the backward kernel on contiguous tensors."""
-    return backward_pipeline(given, spec).on(given)[0]
+@launched(Tensor)
+def backward(given: Any, spec: SoftmaxSpec, *, at: int, device: torch.device) -> Pipeline:
+    """The gradient of x, of contiguous tensors."""
+    return _pipeline("backward", given, (at, 0), spec, device)
 
 
-def forward_pipeline(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Pipeline:
-    """The launch of the forward."""
-    return _pipeline("forward", layouts(inputs), (*map(misalignment, inputs),), spec, inputs.x.device)
-
-
-def backward_pipeline(given: SoftmaxGradient, spec: SoftmaxSpec) -> Pipeline:
-    """The launch of the backward."""
-    return _pipeline("backward", layouts(given), (misalignment(*given), 0), spec, given.out.device)
-
-
-@plan_cache
 def _pipeline(
     step: str, tensors: Any, misalignments: tuple[int, int], spec: SoftmaxSpec, device: torch.device
 ) -> Pipeline:
@@ -320,29 +310,25 @@ def _pipeline(
 _MERGED_ELEMENTS, _MERGE_WARPS = 4096, 4
 
 
-def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
-    """Runs the kernel that joins a part to a running merge, in place."""
-    _merge("first" if first else "next", acc, row_max, row_sum, out, lse)
+@launched(None, addresses=lambda part: misalignment(part.acc, part.out))
+def merge_part(part: Any, spec: IsFirst, *, at: int, device: torch.device) -> Pipeline:
+    """Joins a part to a running merge, in place."""
+    return _merge_pipeline("first" if spec.first else "next", part, at, {}, device)
 
 
-def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Runs the kernel that makes the result of a running merge."""
-    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
-    lse = torch.empty(row_max.shape, dtype=row_max.dtype, device=acc.device)
-    _merge("finish", acc, row_max, row_sum, out, lse)
-    return out, lse
+@launched(Merged, addresses=lambda merge: misalignment(merge.acc))
+def merge_finish(merge: Any, spec: OutputType, *, at: int, device: torch.device) -> Pipeline:
+    """The result of a running merge."""
+    shapes = {"out": contiguous(merge.acc.shape, spec.dtype), "lse": contiguous(merge.row_max.shape, torch.float32)}
+    return _merge_pipeline("finish", merge, at, shapes, device)
 
 
-def _merge(step: str, acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
-    """`step`: "first" or "next" for a part that joins, "finish" for the result."""
-    tensors = MergedPart(acc, row_max, row_sum, out, lse)
-    _merge_pipeline(step, layouts(tensors), misalignment(acc, out), acc.device).on(tensors)
-
-
-@plan_cache
-def _merge_pipeline(step: str, tensors: Any, misalignment: int, device: torch.device) -> Pipeline:
-    """`tensors`: the layouts of `MergedPart`; `misalignment` of acc and out."""
-    acc, row_max, _, out, lse = tensors
+def _merge_pipeline(
+    step: str, tensors: Any, misalignment: int, outputs: dict[str, Layout], device: torch.device
+) -> Pipeline:
+    """`tensors`: the layouts of `MergedPart`, or of `Merge`, whose result are the `outputs`; `misalignment` of acc and
+    out."""
+    acc, row_max, _, out, lse = (*tensors, *outputs.values())
     batch, rows, heads, width = acc.shape
     check_rows("acc", rows)
     tile_rows, columns = merge_tile(width)
@@ -368,7 +354,7 @@ def _merge_pipeline(step: str, tensors: Any, misalignment: int, device: torch.de
     num_warps = max(1, _MERGE_WARPS * 32 // device_facts(device).warp_size)
     buffers = {"max_ptr": "row_max", "sum_ptr": "row_sum"}
     kernel = Kernel(function, parameters, constants, programs, buffers, num_warps)
-    return Pipeline(device, {step: kernel}, tensors, {})
+    return Pipeline(device, {step: kernel}, tensors, outputs)
 
 
 def merge_tile(width: int) -> tuple[int, int]:

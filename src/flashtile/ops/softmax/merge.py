@@ -25,61 +25,34 @@ from torch import Tensor
 from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.memory import check_writable, share_memory
-from flashtile.ops.common.operators import operator
-from flashtile.ops.common.rows import compute_dtype, logsumexp
+from flashtile.ops.common.operators import OnBackend, operator
+from flashtile.ops.common.rows import as_they_are, compute_dtype, logsumexp
 from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.softmax import spec as reference
-from flashtile.ops.softmax.spec import MergedPart
+from flashtile.ops.softmax.spec import IsFirst, Merge, Merged, MergedPart, OutputType
 
 _BACKENDS = standard_backends("softmax")
 
 
-class Merge(NamedTuple):
-    """A running merge: see `merge_attention_`."""
-
-    acc: Tensor
-    row_max: Tensor
-    row_sum: Tensor
-
-
-class IsFirst(NamedTuple):
-    first: bool
-
-
-class OutputType(NamedTuple):
-    dtype: torch.dtype
-
-
-class Merged(NamedTuple):
-    """The result of a merge."""
-
-    out: Tensor
-    lse: Tensor
-
-
-def _run_part(part: MergedPart, spec: IsFirst, backend: str) -> None:
-    _BACKENDS.implementation(backend, part.acc.device, part.acc.dtype).merge_part(*part, spec.first)
-
-
-def _run_finish(merge: Merge, spec: OutputType, backend: str) -> Merged:
-    module = _BACKENDS.implementation(backend, merge.acc.device, merge.acc.dtype)
-    return Merged(*(found.contiguous() for found in module.merge_finish(*merge, spec.dtype)))
-
-
-_merge_part = operator("merge_attention_", MergedPart, (IsFirst,), None, run=_run_part, writes="acc row_max row_sum")
+_merge_part = operator(
+    "merge_attention_",
+    MergedPart,
+    (IsFirst,),
+    None,
+    run=OnBackend(_BACKENDS, "merge_part", arrange=as_they_are),
+    writes="acc row_max row_sum",
+).call
 _merge_finish = operator(
     "finish_attention",
     Merge,
     (OutputType,),
     Merged,
-    run=_run_finish,
+    run=OnBackend(_BACKENDS, "merge_finish", arrange=as_they_are),
     fake=lambda merge, spec: Merged(
         merge.acc.new_empty(merge.acc.shape, dtype=spec.dtype), merge.row_max.new_empty(merge.row_max.shape)
     ),
-    decomposition=lambda merge, spec: Merged(
-        *reference.merge_finish(merge.acc, merge.row_max, merge.row_sum, spec.dtype)
-    ),
-)
+    decomposition=reference.merge_finish,
+).call
 
 
 class OnlineSoftmax(NamedTuple):
@@ -277,9 +250,7 @@ def merge_attention_(
                 "tensors that share memory; make each with torch.empty"
             )
     with torch.no_grad():
-        _merge_part.call(
-            MergedPart(acc, row_max, row_sum, out.resolve_neg(), lse.resolve_neg()), IsFirst(first), backend
-        )
+        _merge_part(MergedPart(acc, row_max, row_sum, out.resolve_neg(), lse.resolve_neg()), IsFirst(first), backend)
 
 
 def finish_attention(
@@ -306,7 +277,7 @@ def finish_attention(
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
     merge = Merge(acc.resolve_neg(), row_max.resolve_neg(), row_sum.resolve_neg())
     with torch.no_grad():
-        found = _merge_finish.call(merge, OutputType(dtype), backend)
+        found = _merge_finish(merge, OutputType(dtype), backend)
     return found.out, found.lse
 
 

@@ -45,6 +45,14 @@ class SoftmaxGradient(NamedTuple):
     out: Tensor
 
 
+class Merge(NamedTuple):
+    """A running merge: see `flashtile.merge_attention_`."""
+
+    acc: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
 class MergedPart(NamedTuple):
     """A running merge, and the part that joins it."""
 
@@ -53,6 +61,25 @@ class MergedPart(NamedTuple):
     row_sum: Tensor
     out: Tensor
     lse: Tensor
+
+
+class Merged(NamedTuple):
+    """The result of a merge."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class IsFirst(NamedTuple):
+    """Whether the part is the first."""
+
+    first: bool
+
+
+class OutputType(NamedTuple):
+    """The dtype of a result."""
+
+    dtype: torch.dtype
 
 
 def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
@@ -80,9 +107,10 @@ def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
     return ((product - p * product.sum(dim=-1, keepdim=True)) * spec.scale).to(out.dtype)
 
 
-def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
+def merge_part(part: MergedPart, spec: IsFirst) -> None:
     """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
-    if first:
+    acc, row_max, row_sum, out, lse = part
+    if spec.first:
         acc.copy_(out)
         row_max.copy_(lse)
         row_sum.copy_(lse != float("-inf"))
@@ -96,18 +124,20 @@ def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: 
     acc.mul_(_by_row(decay)).addcmul_(out.to(acc.dtype), _by_row(weight))
 
 
-def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge_finish(merge: Merge, spec: OutputType) -> Merged:
     """The result of a running merge: see `flashtile.finish_attention`."""
-    total, lse = merged_statistics(row_max, row_sum)
-    return (acc / total).to(dtype), lse
+    total, lse = merged_statistics(merge)
+    return Merged((merge.acc / total).to(spec.dtype).contiguous(), lse)
 
 
-def merged_statistics(row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """What acc is divided by, `[batch, rows, heads, 1]`, and lse."""
+def merged_statistics(merge: Merge) -> tuple[Tensor, Tensor]:
+    """What acc is divided by, `[batch, rows, heads, 1]`, and lse, contiguous."""
+    _, row_max, row_sum = merge
     blind = row_sum == 0
     total = row_sum.masked_fill(blind, 1)
     # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
-    return _by_row(total), torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+    lse = torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+    return _by_row(total), lse.contiguous()
 
 
 def _by_row(statistics: Tensor) -> Tensor:
