@@ -12,10 +12,10 @@ from support.compilation import needs_triton  # noqa: F401
 
 # isort: split
 from flashtile._backends import devices
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
-from flashtile.ops.kv_cache.spec import CacheSpec
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch as plan
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import (
@@ -64,10 +64,10 @@ class Call(NamedTuple):
 
 def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.CachePlan:
     """The plan of a call."""
-    outer, rows, table = call.batch, call.capacity, None
+    outer, rows, pages = call.batch, call.capacity, None
     if call.page_size is not None:
         pages = call.capacity // call.page_size
-        outer, rows, table = call.batch * pages, call.page_size, plan._Form((call.batch, pages), (pages, 1))
+        outer, rows = call.batch * pages, call.page_size
     packed = call.total_q is not None
     q_rows, new_rows = ((call.total_q,),) * 2 if packed else ((call.batch, call.seq_q), (call.batch, call.seq_new))
     q, k, v = (
@@ -75,17 +75,32 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         (outer, rows, call.heads_kv, call.head_dim),
         (outer, rows, call.heads_kv, call.head_dim_v),
     )
-    new = None
-    if call.seq_new is not None:
-        new = tuple((*new_rows, *shape[2:]) for shape in (k, v))
-    starts = (torch.int32, None if new is None else torch.int32) if packed else (None, None)
-    tree_dtype = None if call.tree is None else torch.uint8
+    new = {} if call.seq_new is None else {"k": (*new_rows, *k[2:]), "v": (*new_rows, *v[2:])}
+    angles = (65536, call.half) if new and call.half else None
+    starts = (call.batch + 1,) if packed else None
+    shapes = {
+        "q": q, "k_cache": k, "v_cache": v, **new, "rotary_cos": angles, "rotary_sin": angles,
+        "block_table": pages and (call.batch, pages), "alibi_slopes": (1,) * call.slope_dims or None,
+        "sinks": (call.heads,) if call.sinks else None, "cu_seqlens_q": starts, "cu_seqlens_new": new and starts,
+    }  # fmt: skip
+    of_angles = dict.fromkeys(("rotary_cos", "rotary_sin"), call.table_dtype)
+    of_indices = dict.fromkeys(("block_table", "cu_seqlens_q", "cu_seqlens_new"), torch.int32)
+    of_caches = dict.fromkeys(("k_cache", "v_cache"), call.cache_dtype or call.dtype)
+    dtypes = {**of_angles, **of_indices, **of_caches}
+    tensors = {name: contiguous(shape, dtypes.get(name, call.dtype)) for name, shape in shapes.items() if shape}
+    for name in {"q", "k", "v"} & tensors.keys():
+        if call.odd_rows and tensors[name].shape[1] == 1:
+            batch_stride, _, *rest = tensors[name].strides
+            tensors[name] = tensors[name]._replace(strides=(batch_stride, 1, *rest))
+    indices = ("cache_lengths", "cache_batch_indices", "cache_left_padding")
+    tensors |= {name: contiguous((call.batch,), of) for name, of in zip(indices, call.index_dtypes) if of}
+    if call.factors is not None:
+        tensors |= dict.fromkeys(("descale_k", "descale_v"), Layout((outer, rows, call.heads_kv), call.factors, _FP32))
+    if call.tree is not None:
+        *strides, columns = call.tree
+        tensors["tree_mask"] = Layout((call.batch, call.seq_q, columns), (*strides, 1), torch.bool)
     spec = call.spec._replace(max_seqlen_q=call.seq_q) if packed else call.spec
-
-    def form(shape: tuple[int, ...], packed: bool = False) -> plan._Form:
-        batch_stride, row_stride, *rest = contiguous_strides(shape)
-        strides = batch_stride, 1 if call.odd_rows and shape[1] == 1 else row_stride, *rest
-        return plan._Form((1, *shape), (0, *strides)) if packed else plan._Form(shape, strides)
+    layouts: Any = CacheCall(**tensors)
 
     with (
         mock.patch.object(plan, "device_facts", return_value=device),
@@ -94,28 +109,8 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         mock.patch.object(split_plans, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(plan, "chunks_unsupported_reason", return_value="the portable kernels are meant"),
     ):
-        facts = plan.CacheFacts(
-            dtype=call.dtype,
-            device=torch.device("cuda", 0),
-            q=form(q, packed),
-            k_cache=form(k),
-            v_cache=form(v),
-            new=() if new is None else tuple(form(shape, packed) for shape in new),
-            angles=None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
-            index_dtypes=(*call.index_dtypes[:3], None if table is None else torch.int32, *starts, tree_dtype),
-            table=table,
-            slope_dims=call.slope_dims,
-            has_sinks=call.sinks,
-            sequences=call.batch if packed else None,
-            cache_dtype=call.cache_dtype or call.dtype,
-            descale_strides=(call.factors, call.factors),
-            tree=call.tree,
-            at_one_address=call.latent,
-            one_factor=True,
-            misalignments=(call.misalignment, 0),
-            spec=spec,
-            allow_tf32=call.allow_tf32,
-        )
+        addresses = call.misalignment, 0, call.latent, True
+        facts = plan.CacheFacts(layouts, spec, addresses, call.allow_tf32, torch.device("cuda", 0))
         return plan._plan.__wrapped__(facts)
 
 

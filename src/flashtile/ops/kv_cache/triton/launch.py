@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor, used_strides
-from flashtile._backends.allocate import contiguous, contiguous_strides
+from flashtile._backends.alignment import batch_row_head, power_of_two_factor
+from flashtile._backends.allocate import Layout, contiguous, contiguous_strides, layouts
 from flashtile._backends.devices import device_facts, interpreting, multiprocessors
 from flashtile._backends.launch import (
     GIVEN,
@@ -155,18 +155,6 @@ def _check_eight_bits(call: CacheCall) -> None:
         )
 
 
-class _Form(NamedTuple):
-    """Shape and strides of a tensor."""
-
-    shape: _Shape
-    strides: _Shape
-
-    @property
-    def used(self) -> _Shape:
-        """The strides that are used, without that of columns."""
-        return used_strides(self.shape[:-1], self.strides)
-
-
 class CachePlan(NamedTuple):
     """The launches of a call. Appending and attending are given the length of the sequences last.
 
@@ -191,104 +179,45 @@ class CachePlan(NamedTuple):
 
 
 class CacheFacts(NamedTuple):
-    """All that decides how a call is launched. Packed rows are those of one long sequence.
+    """All that decides how a call is launched.
 
     Attributes:
-        q, k_cache, v_cache: forms of the tensors.
-        new: of what is appended, k and v, or k alone; empty where nothing is.
-        angles: positions and pairs of the tables, their strides and dtype; None without.
-        index_dtypes: of what `Sequences` has.
-        table: of the pages; None without.
-        sequences: how many are packed; None where they are not.
-        tree: its strides between sequences and queries, and how many columns it has; None without.
-        at_one_address, one_factor: both caches, and both factors, begin there.
-        misalignments: of `rows.address_facts`.
+        call: the layouts of its tensors.
+        spec: without the length.
+        addresses: of `spec.address_facts`.
+        allow_tf32: PyTorch's own setting.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    q: _Form
-    k_cache: _Form
-    v_cache: _Form
-    new: tuple[_Form, ...]
-    angles: tuple[tuple[int, ...], int, int, torch.dtype] | None
-    index_dtypes: tuple[torch.dtype | None, ...]
-    table: _Form | None
-    slope_dims: int
-    has_sinks: bool
-    sequences: int | None
-    cache_dtype: torch.dtype
-    descale_strides: tuple[_Shape | None, ...]
-    tree: tuple[int, int, int] | None
-    at_one_address: bool
-    one_factor: bool
-    misalignments: tuple[int, int]
+    call: Any
     spec: CacheSpec
+    addresses: tuple[int, int, bool, bool]
     allow_tf32: bool
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a sequence can have."""
-        return self.v_cache.shape[1] * (1 if self.table is None else self.table.shape[1])
-
-    @property
-    def page_size(self) -> int:
-        """0 without pages."""
-        return 0 if self.table is None else self.v_cache.shape[1]
+    device: torch.device
 
     @property
     def half(self) -> int:
         """Pairs of a head that are rotated."""
-        return 0 if self.angles is None else self.angles[0][1]
+        return 0 if self.call.rotary_cos is None else self.call.rotary_cos.shape[1]
 
 
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
-    packed = call.cu_seqlens_q is not None
-    tree, table, cos, sin = call.tree_mask, call.block_table, call.rotary_cos, call.rotary_sin
-    *misalignments, at_one_address, one_factor = address_facts(call)
-    indices = (*call[5:9], call.cu_seqlens_q, call.cu_seqlens_new)
-    facts = CacheFacts(
-        dtype=call.q.dtype,
-        device=call.q.device,
-        q=_form(call.q, packed),
-        k_cache=_form(call.k_cache),
-        v_cache=_form(call.v_cache),
-        new=tuple(_form(rows, packed) for rows in (call.k, call.v) if rows is not None),
-        angles=None if cos is None or sin is None else (tuple(cos.shape), cos.stride(0), sin.stride(0), cos.dtype),
-        index_dtypes=(*(None if t is None else t.dtype for t in indices), None if tree is None else torch.uint8),
-        table=None if table is None else _form(table),
-        slope_dims=0 if call.alibi_slopes is None else call.alibi_slopes.dim(),
-        has_sinks=call.sinks is not None,
-        sequences=call.batch if packed else None,
-        cache_dtype=call.k_cache.dtype,
-        descale_strides=tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
-        tree=None if tree is None else ((0, *tree.stride())[-3], tree.stride(-2), tree.shape[-1]),
-        at_one_address=at_one_address,
-        one_factor=one_factor,
-        misalignments=(misalignments[0], misalignments[1]),
-        # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
-        spec=spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
-        allow_tf32=torch._C._get_cublas_allow_tf32(),
-    )
-    return _plan(facts)
-
-
-def _form(tensor: Tensor, packed: bool = False) -> _Form:
-    """Packed rows as those of a single sequence."""
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    return _Form((1, *shape), (0, *strides)) if packed else _Form(shape, strides)
+    # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
+    longest = 0 if call.cu_seqlens_q is None else power_of_two(spec.max_seqlen_q)
+    spec, allow_tf32 = spec._replace(length=0, max_seqlen_q=longest), torch._C._get_cublas_allow_tf32()
+    return _plan(CacheFacts(layouts(call), spec, address_facts(call), allow_tf32, call.q.device))
 
 
 @plan_cache
 def _plan(facts: CacheFacts) -> CachePlan:
     """Everything that can be decided before the tensors' contents are known."""
     spec, device = facts.spec, facts.device
-    check_rows("k_cache" if facts.table is None else "block_table", facts.capacity, MAX_POSITIONS)
+    outer, capacity = facts.call.k_cache.shape[0], facts.call.capacity
+    check_rows("k_cache" if facts.call.block_table is None else "block_table", capacity, MAX_POSITIONS)
     call = _split_call(facts)
     machine = device_facts(device)
     if spec.shared_rows:
         return _plan_behind_prefix(facts, _behind_prefix(call, spec.shared_rows))
-    append = _append(facts) if facts.new else None
+    append = None if facts.call.k is None else _append(facts)
     if latent_unsupported_reason(call, machine) is None:
         from flashtile.ops.kv_cache.hopper.latent import latent_pipeline
 
@@ -302,7 +231,6 @@ def _plan(facts: CacheFacts) -> CachePlan:
         return CachePlan(append, split_pipeline(call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks, plan_steps
 
-    outer = facts.k_cache.shape[0]
     if spec.batch_invariant:
         if reason := unreadable_by_forward(call):
             raise ValueError(
@@ -316,7 +244,7 @@ def _plan(facts: CacheFacts) -> CachePlan:
         tokens = plan_chunks(call, outer, 0, device, by_sequence=True)
         return CachePlan(append, None, chunks=plan_chunks(call, outer, 1, device), tokens=tokens)
     most = most_left(call)
-    split = None if facts.sequences is None else split_pipeline(call._replace(most=most, num_splits=1), device)
+    split = None if call.total_q is None else split_pipeline(call._replace(most=most, num_splits=1), device)
     if not is_gathered(call):
         return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device))
     from flashtile.ops.kv_cache.hopper.gather import plan_gather
@@ -335,50 +263,58 @@ def _plan_behind_prefix(facts: CacheFacts, call: SplitCall) -> CachePlan:
         return CachePlan(None, None)
     from flashtile.ops.attention.hopper.cache_launch import PrefixPlan, plan_segments
 
-    forward = plan_segments(of_prefix, facts.k_cache.shape[0], device)
-    append = _append(facts) if facts.new else None
+    forward = plan_segments(of_prefix, facts.call.k_cache.shape[0], device)
+    append = None if facts.call.k is None else _append(facts)
     pipeline = plan_behind_prefix(call, of_prefix, forward, device)
     return CachePlan(append, None, prefix=PrefixPlan(pipeline, forward.dynamic))
 
 
 def _split_call(facts: CacheFacts) -> SplitCall:
     """The call as the kernels' plans see it, behind what is appended and rotated."""
-    spec, packed = facts.spec, facts.sequences is not None
-    batch, seq_q, heads, head_dim = facts.q.shape
-    heads_kv, head_dim_v = facts.v_cache.shape[2:]
+    call, spec, (misalignment, _, at_one_address, one_factor) = facts.call, facts.spec, facts.addresses
+    q, k_cache, v_cache, table, tree = call.q, call.k_cache, call.v_cache, call.block_table, call.tree_mask
+    packed = call.cu_seqlens_q is not None
+    batch, seq_q, heads, head_dim = shape = (1, *q.shape)[-4:]  # packed rows are those of one long sequence
+    page_size, heads_kv, head_dim_v = v_cache.shape[1:]
     total_q = None
-    if facts.sequences is not None:
-        batch, seq_q, total_q = facts.sequences, min(spec.max_seqlen_q, seq_q), seq_q
-    q_strides = contiguous_strides(facts.q.shape)[:3] if facts.half else facts.q.used
-    same_strides = facts.k_cache.strides == facts.v_cache.strides
+    if packed:
+        batch, seq_q, total_q = call.batch, min(spec.max_seqlen_q, seq_q), seq_q
+    q_strides = contiguous_strides(shape)[:3] if facts.half else batch_row_head(q.shape, q.strides)
+    descale_strides = tuple(None if each is None else each.strides for each in (call.descale_k, call.descale_v))
     return SplitCall(
-        dtype=facts.dtype,
+        dtype=q.dtype,
         shape=(batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
-        strides=(q_strides, facts.k_cache.used, facts.v_cache.used),
-        misalignment=facts.misalignments[0],
-        capacity=facts.capacity,
+        strides=(q_strides, *(batch_row_head(cache.shape, cache.strides) for cache in (k_cache, v_cache))),
+        misalignment=misalignment,
+        capacity=call.capacity,
         scale=spec.scale,
         allow_tf32=facts.allow_tf32,
-        index_dtypes=facts.index_dtypes,
-        page_size=facts.page_size,
-        pages=facts.k_cache.shape[0] if facts.page_size else 0,
-        stride_table=0 if facts.table is None else facts.table.strides[0],
+        index_dtypes=_index_dtypes(call),
+        page_size=0 if table is None else page_size,
+        pages=0 if table is None else k_cache.shape[0],
+        stride_table=0 if table is None else table.strides[0],
         total_q=total_q,
-        seq_new=0 if packed or not facts.new else facts.new[0].shape[1],
+        seq_new=0 if packed or call.k is None else call.k.shape[1],
         window_left=spec.window_left,
         window_right=spec.window_right,
-        visible=visible_rows(facts.capacity, seq_q, spec.window_left, spec.window_right),
+        visible=visible_rows(call.capacity, seq_q, spec.window_left, spec.window_right),
         softcap=spec.softcap,
-        slope_dims=facts.slope_dims,
-        row_logits=facts.has_sinks,
+        slope_dims=0 if call.alibi_slopes is None else len(call.alibi_slopes.shape),
+        row_logits=call.sinks is not None,
         num_splits=1 if spec.batch_invariant else spec.num_splits,
-        cache_dtype=facts.cache_dtype,
-        descale_strides=facts.descale_strides,
-        tree=facts.tree,
-        values_in_keys=facts.at_one_address and same_strides and 0 not in facts.k_cache.shape,
-        one_factor=facts.one_factor and facts.descale_strides[0] == facts.descale_strides[1],
+        cache_dtype=k_cache.dtype,
+        descale_strides=descale_strides,
+        tree=None if tree is None else ((0, *tree.strides)[-3], tree.strides[-2], tree.shape[-1]),
+        values_in_keys=at_one_address and k_cache.strides == v_cache.strides and 0 not in k_cache.shape,
+        one_factor=one_factor and descale_strides[0] == descale_strides[1],
         cut=_invariant_cut(facts) if spec.batch_invariant else None,
     )
+
+
+def _index_dtypes(call: Any) -> tuple[torch.dtype | None, ...]:
+    """Of what `Sequences` has, from the layouts of a call."""
+    indices = *call[5:9], call.cu_seqlens_q, call.cu_seqlens_new
+    return (*(each and each.dtype for each in indices), call.tree_mask and torch.uint8)
 
 
 def _behind_prefix(call: SplitCall, shared: int) -> SplitCall:
@@ -389,80 +325,83 @@ def _behind_prefix(call: SplitCall, shared: int) -> SplitCall:
 
 def _invariant_cut(facts: CacheFacts) -> Cut:
     """The cut of a call in the batch-invariant mode, which is that of attention's forward where it has such heads."""
-    head_dims = facts.q.shape[-1], facts.v_cache.shape[-1]
+    dtype, head_dims = facts.call.q.dtype, (facts.call.q.shape[-1], facts.call.v_cache.shape[-1])
     device, allow_tf32 = device_facts(facts.device), facts.allow_tf32
     if max(head_dims) > MAX_HEAD_DIM_V:
-        return wide_cut(facts.dtype, *head_dims, device, allow_tf32)
-    tiles, precision, widths = invariant_tiles(facts.dtype, *head_dims, facts.spec.banded, device, allow_tf32)
+        return wide_cut(dtype, *head_dims, device, allow_tf32)
+    tiles, precision, widths = invariant_tiles(dtype, *head_dims, facts.spec.banded, device, allow_tf32)
     return Cut(AttendTiles(*tiles[:5]), precision, widths)
 
 
 def _append(facts: CacheFacts) -> Pipeline:
     """The launch that appends and rotates. Of `CacheCall` it is given q, k, v, the caches, angles, indices and factors
     that there are, then the length. Its output is the rotated queries."""
-    dtype, cache_dtype, spec, half = facts.dtype, facts.cache_dtype, facts.spec, facts.half
-    k, *v = facts.new
-    batch, seq_q, heads, head_dim = facts.q.shape
-    heads_kv, head_dim_v = facts.v_cache.shape[2:]
-    packed = facts.sequences is not None
-    (positions, _), *angle_strides, table_dtype = facts.angles or ((0, 0), 0, 0, torch.float32)
+    call, spec, half, (misalignment, of_tables, *_) = facts.call, facts.spec, facts.half, facts.addresses
+    dtype, cache_dtype, packed = call.q.dtype, call.k_cache.dtype, call.cu_seqlens_q is not None
+    batch, seq_q, heads, head_dim = (1, *call.q.shape)[-4:]  # packed rows are those of one long sequence
+    heads_kv, head_dim_v = call.v_cache.shape[2:]
+    angles = (call.rotary_cos, call.rotary_sin) if half else ()
+    table_dtype = call.rotary_cos.dtype if half else torch.float32
     # Columns of the keys are not written once more.
-    forms = {"q": facts.q, "k": k, "v": v[0] if v else k, "k_cache": facts.k_cache, "v_cache": facts.v_cache}
-    strides = {name: form.used for name, form in forms.items()}
-    seq_new = k.shape[1]
+    forms = {name: getattr(call, name) for name in ("q", "k", "v", "k_cache", "v_cache")}
+    forms["v"] = call.v or call.k
+    strides = {name: batch_row_head(form.shape, form.strides) for name, form in forms.items()}
+    index_dtypes, factors = _index_dtypes(call), (call.descale_k, call.descale_v)
+    seq_new = call.k.shape[-3]
     tokens = seq_new + (seq_q if half else 0)
     cut = append_cut(max(heads, heads_kv) if half else heads_kv, head_dim, head_dim_v, half, device_facts(facts.device))
     apart = power_of_two_factor(*(stride for of_tensor in strides.values() for stride in of_tensor))
-    aligned = power_of_two_factor(facts.misalignments[0])
+    aligned = power_of_two_factor(misalignment)
     itemsize = table_dtype.itemsize
-    tables = power_of_two_factor(facts.misalignments[1], *(stride * itemsize for stride in angle_strides))
+    angle_strides = [each.strides[0] for each in angles] or [0, 0]
+    tables = power_of_two_factor(of_tables, *(stride * itemsize for stride in angle_strides))
     stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
     parameters = {
         **{f"{name}_ptr": pointer_to(cache_dtype if "cache" in name else dtype, aligned) for name in forms},
-        **({} if v else {"v_ptr": pointer_to(None)}),
+        **({} if call.v else {"v_ptr": pointer_to(None)}),
         "rotated_ptr": pointer_to(dtype if half else None, 16),
         **dict.fromkeys(("cos_ptr", "sin_ptr"), pointer_to(table_dtype if half else None, tables)),
-        "sequences": Sequences(*map(pointer_to, facts.index_dtypes)),
-        "descales": Descales(*(pointer_to(None if each is None else torch.float32) for each in facts.descale_strides)),
+        "sequences": Sequences(*map(pointer_to, index_dtypes)),
+        "descales": Descales(*(pointer_to(each and torch.float32) for each in factors)),
         "length": Parameter("i32", 1, GIVEN),
         **{f"{of}_strides": RowStrides(*_stride_parameters(strides[of], apart)) for of in ("q", "k", "v")},
         **{f"{of}_strides": CacheStrides(*_stride_parameters(strides[of], apart)) for of in ("k_cache", "v_cache")},
-        **{f"{of}_descale_strides": _factor_strides(each) for of, each in zip("kv", facts.descale_strides)},
+        **{f"{of}_descale_strides": _factor_strides(each) for of, each in zip("kv", factors)},
         "stride_cos": stride_cos,
         "stride_sin": stride_sin,
-        "stride_table": int64(0 if facts.table is None else facts.table.strides[0]),
-        "batch": int32(facts.sequences),
+        "stride_table": int64(0 if call.block_table is None else call.block_table.strides[0]),
+        "batch": int32(call.batch if packed else None),
         "heads_q": int32(heads),
         "heads_kv": int32(heads_kv),
         "seq_q": int32(seq_q),
         "seq_new": int32(seq_new),
-        "capacity": int32(facts.capacity),
-        "positions": int32(positions),
+        "capacity": int32(call.capacity),
+        "positions": int32(angles[0].shape[0] if half else 0),
     }
     constants = {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
         "HALF": half,
         **named_constants(cut),
-        "PAGE_SIZE": facts.page_size,
+        "PAGE_SIZE": 0 if call.block_table is None else call.k_cache.shape[1],
         "INTERLEAVED": spec.interleaved,
         "BANDED": spec.banded,
         "FACTORS_OF_ROWS": spec.factors_of_rows,
     }
-    rotated = contiguous(facts.q.shape[packed:], dtype) if half else None
+    rotated = contiguous(call.q.shape, dtype) if half else None
     programs = tokens if packed else batch * tokens
     kernel = Kernel(append_kernel, parameters, constants, programs, {"k": "descale_k", "v": "descale_v"}, cut.num_warps)
     optional = {
-        "v": v, "cos": half, "sin": half, **dict(zip(Sequences._fields, facts.index_dtypes)),
-        **dict(zip(("descale_k", "descale_v"), facts.descale_strides)),
+        "v": call.v, "cos": half, "sin": half, **dict(zip(Sequences._fields, index_dtypes)),
+        **dict(zip(("descale_k", "descale_v"), factors)),
     }  # fmt: skip
     names = "q", "k", "v", "k_cache", "v_cache", "cos", "sin", *Sequences._fields, "descale_k", "descale_v", "length"
     given = [name for name in names if optional.get(name, True)]
     return Pipeline(facts.device, {"append": kernel}, given, {"rotated": rotated})
 
 
-def _factor_strides(strides: _Shape | None) -> CacheStrides:
-    return CacheStrides(*map(int64, strides or (None, None, None)))
+def _factor_strides(factors: Layout | None) -> CacheStrides:
+    return CacheStrides(*map(int64, factors.strides if factors else (None, None, None)))
 
 
 def _stride_parameters(strides: _Shape, multiple: int) -> list[Parameter]:
