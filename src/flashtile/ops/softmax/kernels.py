@@ -324,7 +324,7 @@ def merge_finish(merge: Any, spec: OutputType, *, at: int, device: torch.device)
 
 
 def _merge_pipeline(
-    step: str, tensors: Any, misalignment: int, outputs: dict[str, Layout], device: torch.device
+    step: str, tensors: tuple[Layout, ...], misalignment: int, outputs: dict[str, Layout], device: torch.device
 ) -> Pipeline:
     """`tensors`: the layouts of `MergedPart`, or of `Merge`, whose result are the `outputs`; `misalignment` of acc and
     out."""

@@ -376,7 +376,7 @@ def _append(facts: CacheFacts) -> Pipeline:
         "seq_q": int32(seq_q),
         "seq_new": int32(seq_new),
         "capacity": int32(call.capacity),
-        "positions": int32(angles[0].shape[0] if half else 0),
+        "positions": int32(call.rotary_cos.shape[0] if half else 0),
     }
     constants = {
         "HEAD_DIM": head_dim,
