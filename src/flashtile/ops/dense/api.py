@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -14,8 +13,8 @@ from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table, expander
 from flashtile.ops.common.rows import as_rows
 from flashtile.ops.common.sizes import differ
-from flashtile.ops.dense.layers import MlpOperands, run_dense, run_mlp, run_weight_gradient
-from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
+from flashtile.ops.dense.layers import Layers, run_layers, run_weight_gradient
+from flashtile.ops.dense.spec import ACTIVATIONS, NO_ACTIVATION, ActivationSpec
 
 _BACKENDS = standard_backends("dense")
 _CALLS = call_table()
@@ -59,7 +58,8 @@ def fused_dense(
     """
     if other_names:
         refuse_other_names(fused_dense, other_names)
-    tensors, scalars = (x, weight, bias, main_grad), (return_residual, backend, torch.is_grad_enabled())
+    tensors = Layers(x, weight, bias, main_grad1=main_grad)
+    scalars = (return_residual, backend, torch.is_grad_enabled())
     found = _run_repeated(tensors, scalars)
     if found is not None:
         return found
@@ -80,7 +80,7 @@ def fused_dense(
         )  # fmt: skip
         return (out, given) if return_residual else out
     _check_backend(x, backend)
-    return _run(_dense, (x, weight, bias, main_grad), (tensors, scalars))
+    return _run(Layers(x, weight, bias, main_grad1=main_grad), (tensors, scalars), NO_ACTIVATION, 0)
 
 
 def fused_mlp(
@@ -125,7 +125,7 @@ def fused_mlp(
     """
     if other_names:
         refuse_other_names(fused_mlp, other_names)
-    tensors = (x, weight1, bias1, weight2, bias2, main_grad1, main_grad2)
+    tensors = Layers(x, weight1, bias1, weight2, bias2, main_grad1, main_grad2)
     scalars = (return_residual, backend, torch.is_grad_enabled(), activation, gated, checkpoint_level)
     found = _run_repeated(tensors, scalars)
     if found is not None:
@@ -167,8 +167,8 @@ def fused_mlp(
         )  # fmt: skip
         return (out, given) if return_residual else out
     _check_backend(x, backend)
-    operands = MlpOperands(x, weight1, bias1, weight2, bias2)
-    return _run(_mlp, (*operands, main_grad1, main_grad2), (tensors, scalars), spec, checkpoint_level)
+    layers = Layers(x, weight1, bias1, weight2, bias2, main_grad1, main_grad2)
+    return _run(layers, (tensors, scalars), spec, checkpoint_level)
 
 
 def _run_repeated(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
@@ -176,31 +176,33 @@ def _run_repeated(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
     return None if torch._C._is_any_autocast_enabled() else _CALLS.run(tensors, scalars)
 
 
-def _run(layer: Callable[..., Any], operands: tuple[Any, ...], call: tuple[Any, Any], *more: Any) -> Any:
-    """Runs a call that was checked. `operands`: its tensors as `torch.autocast` gives them; `call`: its tensors and its
-    scalars, the first of which are return_residual and backend; `more`: what the layer takes beside these."""
+def _run(layers: Layers, call: tuple[Layers, Any], spec: ActivationSpec, checkpoint_level: int) -> Any:
+    """Runs a call that was checked. `layers`: its tensors as `torch.autocast` gives them; `call`: its tensors and its
+    scalars, the first of which are return_residual and backend."""
     (given, *_), (return_residual, backend, *_) = call
-    if all(one is other for one, other in zip(operands, call[0])):
-        expand = expander([tensor is not None for tensor in operands])
-        _CALLS.keep_call(*call, lambda present: layer(*expand((None, *present)), *more, return_residual, backend))
-        return layer(*operands, *more, return_residual, backend)
+    if all(one is other for one, other in zip(layers, call[0])):
+        expand = expander([tensor is not None for tensor in layers])
+        more = spec, checkpoint_level, return_residual, backend
+        _CALLS.keep_call(*call, lambda present: _shaped(Layers(*expand((None, *present))), *more))
+        return _shaped(layers, *more)
     # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
-    within = return_residual and operands[0] is given
-    found = layer(*operands, *more, within, backend)
+    within = return_residual and layers.x is given
+    found = _shaped(layers, spec, checkpoint_level, within, backend)
     return (found, given) if return_residual and not within else found
 
 
-def _dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, return_residual: bool, backend: str
+def _shaped(
+    layers: Layers, spec: ActivationSpec, checkpoint_level: int, return_residual: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return _shaped(run_dense(as_rows(x), weight, bias, main_grad, return_residual, backend), x, return_residual)
-
-
-def _mlp(x: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    *others, main_grad1, main_grad2, spec, level, return_residual, backend = arguments
-    operands = MlpOperands(as_rows(x), *others)
-    found = run_mlp(operands, (main_grad1, main_grad2), spec, level, return_residual, backend)
-    return _shaped(found, x, return_residual)
+    """out, or out and x, with rows in the shape of those of x."""
+    x = layers.x
+    if x.dim() == 2:
+        found = run_layers(layers, spec, checkpoint_level, return_residual, backend)
+        return found if return_residual else found[0]
+    flat = layers._replace(x=as_rows(x))
+    out, rows = run_layers(flat, spec, checkpoint_level, return_residual, backend)
+    out = out.view(*x.shape[:-1], out.shape[1])
+    return (out, rows.view(x.shape)) if return_residual else out
 
 
 def linear_bias_wgrad(
@@ -243,14 +245,6 @@ def linear_bias_wgrad(
         )  # fmt: skip
     _check_backend(x, backend)
     return run_weight_gradient(as_rows(x), as_rows(dout).contiguous(), main_grad, bias, backend)
-
-
-def _shaped(found: tuple[Tensor, Tensor], x: Tensor, both: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """The first result, or both, with its rows in the shape of those of x."""
-    if x.dim() == 2:
-        return found if both else found[0]
-    out = found[0].view(*x.shape[:-1], found[0].shape[1])
-    return (out, found[1].view(x.shape)) if both else out
 
 
 def _check_backend(x: Tensor, backend: str) -> None:

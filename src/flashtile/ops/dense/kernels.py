@@ -27,7 +27,7 @@ from flashtile._backends.pipeline import Kernel, Pipeline, launched
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.kernels import reduce_partial
 from flashtile.ops.common.tiles import REDUCE, RowTile
-from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec, Wanted
+from flashtile.ops.dense.spec import NO_ACTIVATION, ActivationGradients, ActivationSpec, Wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -213,9 +213,6 @@ def backward_config(width: int, gated: bool, bytes_per_column: int, device: Devi
     return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // (tile * bytes_per_column))))
 
 
-_COLUMN_SUM = ActivationSpec("none", False)
-
-
 @launched(Tensor)
 def activate(given: Any, spec: ActivationSpec, *, at: int, device: torch.device) -> Pipeline:
     """hidden `[R, F]` of contiguous pre."""
@@ -239,7 +236,7 @@ def activate_backward(given: Any, spec: ActivationSpec, wanted: Wanted, *, at: i
 @launched(Tensor)
 def column_sum(given: Any, *, at: int, device: torch.device) -> Pipeline:
     """The sum over rows of contiguous x, in its dtype."""
-    return _sum_pipeline(given, at, _COLUMN_SUM, Wanted(True, False), device)
+    return _sum_pipeline(given, at, NO_ACTIVATION, Wanted(True, False), device)
 
 
 def _sum_pipeline(
@@ -249,7 +246,7 @@ def _sum_pipeline(
     shape, _, dtype = given[0]
     rows, width = shape
     check_rows("x", rows)
-    sums_alone = spec == _COLUMN_SUM
+    sums_alone = spec == NO_ACTIVATION
     tensors = 1 if sums_alone else 3 if spec.gated else 2
     config = backward_config(max(width, 1), spec.gated, tensors * dtype.itemsize, device_facts(device))
     strips, tiles = -(-width // config.block_n), -(-rows // config.rows)

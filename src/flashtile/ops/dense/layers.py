@@ -7,6 +7,7 @@ gradient; both cost no pass over memory and are rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,51 +28,33 @@ _BACKENDS = standard_backends("dense")
 _RECORDED = "recorded"
 
 
-class MlpOperands(NamedTuple):
-    """The tensors of a perceptron call: x `[R, K]`, weight1 `[F, K]` (gated `[2F, K]`), weight2 `[N, F]`, biases."""
+class Layers(NamedTuple):
+    """The tensors of a perceptron call: x `[R, K]`, weight1 `[F, K]` (gated `[2F, K]`), weight2 `[N, F]`, biases, and
+    what the weights' gradients are added to. A linear layer is the first of both alone."""
 
     x: Tensor
     weight1: Tensor
     bias1: Tensor | None
-    weight2: Tensor
-    bias2: Tensor | None
+    weight2: Tensor | None = None
+    bias2: Tensor | None = None
+    main_grad1: Tensor | None = None
+    main_grad2: Tensor | None = None
 
 
-def run_dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, return_residual: bool, backend: str
+def run_layers(
+    layers: Layers, spec: ActivationSpec, checkpoint_level: int, return_residual: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """(out, x), recorded by autograd where a gradient is wanted; x `[R, K]` takes its gradient in the backward."""
+    """(out, x), recorded by autograd where a gradient is wanted; x takes its gradient in the backward."""
+    x, weight1, bias1, weight2, bias2, *_ = layers
     if dispatch.transformed():
-        _refuse_under_transforms(backend, main_grad)
-    elif dispatch.recorded((x, weight, bias)):
-        if torch.compiler.is_compiling():
-            x, weight, bias, main_grad = dispatch.distinct((x, weight, bias, main_grad))  # type: ignore[assignment]
-        results = _apply_dense(x, weight, bias, main_grad, return_residual, backend)
+        _refuse_under_transforms(backend, *layers[5:])
+        backend = _RECORDED
+    elif dispatch.recorded(layers[:5]):
+        tensors = dispatch.distinct(layers) if torch.compiler.is_compiling() else layers
+        results = _apply(*tensors, *spec, checkpoint_level, return_residual, backend)
         return results if return_residual else (results, x)
-    return F.linear(x, weight, bias), x
-
-
-def run_mlp(
-    operands: MlpOperands,
-    main_grads: tuple[Tensor | None, Tensor | None],
-    spec: ActivationSpec,
-    checkpoint_level: int,
-    return_residual: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """(out, x), as `run_dense`."""
-    x, weight1, bias1, weight2, bias2 = operands
-    if dispatch.transformed():
-        _refuse_under_transforms(backend, *main_grads)
-        return reference.mlp(x, weight1, bias1, weight2, bias2, spec), x
-    if dispatch.recorded(operands):
-        tensors: Any = (*operands, *main_grads)
-        if torch.compiler.is_compiling():
-            tensors = dispatch.distinct(tensors)
-        results = _apply_mlp(*tensors, *spec, checkpoint_level, return_residual, backend)
-        return results if return_residual else (results, x)
-    hidden = _activate(F.linear(x, weight1, bias1), spec, backend)
-    return F.linear(hidden, weight2, bias2), x
+    out = F.linear(x, weight1, bias1)
+    return out if weight2 is None else F.linear(_activate(out, spec, backend), weight2, bias2), x
 
 
 def _refuse_under_transforms(backend: str, *main_grads: Tensor | None) -> None:
@@ -93,53 +76,28 @@ def run_weight_gradient(
     return dweight, _column_sum(dout, backend) if bias else None
 
 
-class _Dense(torch.autograd.Function):
-    """The linear layer recorded for a backward. Returns out, and x where a gradient comes back through it."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, return_residual, backend):
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(x if wants_weight else None, weight if wants_x else None)
-        # Others write to it between forward and backward, which autograd takes for a mistake in what it saves.
-        ctx.main_grad = main_grad
-        ctx.scalars = wants_x, wants_weight, wants_bias, backend
-        ctx.set_materialize_grads(False)
-        out = F.linear(x, weight, bias)
-        return (out, x) if return_residual else out
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        dout, dresidual = upstream if len(upstream) == 2 else (upstream[0], None)
-        if dout is None:
-            return dresidual, None, None, None, None, None
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, backend = ctx.scalars
-        with dispatch.without_autocast(dout):
-            dout, backend = dout.contiguous(), _backward_backend(backend, dout, ctx.main_grad)
-            dx = _input_gradient(dout, weight, dresidual) if wants_x else None
-            dweight = _weight_gradient(dout, x, ctx.main_grad) if wants_weight else None
-            dbias = _column_sum(dout, backend) if wants_bias else None
-        return dx, dweight, dbias, None, None, None
-
-
-class _Mlp(torch.autograd.Function):
-    """The perceptron recorded for a backward. Returns as `_Dense`."""
+class _Layers(torch.autograd.Function):
+    """The layers recorded for a backward. Returns out, and x where a gradient comes back through it."""
 
     @staticmethod
     def forward(ctx, *arguments):
-        x, weight1, bias1, weight2, bias2, *main_grads = arguments[:7]
-        activation, gated, checkpoint_level, return_residual, backend = arguments[7:]
-        spec = ActivationSpec(activation, gated)
-        pre = F.linear(x, weight1, bias1)
-        hidden = _activate(pre, spec, backend)
-        wanted = MlpOperands(*ctx.needs_input_grad[:5])
-        keeps_pre, keeps_hidden = checkpoint_level < 2, checkpoint_level < 1 and wanted.weight2
-        kept = (pre if keeps_pre else None, hidden if keeps_hidden else None)
-        ctx.save_for_backward(x, weight1, bias1, weight2, *kept)
-        ctx.main_grads = tuple(main_grads)
+        layers, (activation, gated, checkpoint_level, return_residual, backend) = Layers(*arguments[:7]), arguments[7:]
+        x, weight1, bias1, weight2, bias2, *main_grads = layers
+        spec, wanted = ActivationSpec(activation, gated), Layers(*ctx.needs_input_grad[:7])
+        out = F.linear(x, weight1, bias1)
+        if weight2 is None:
+            saved = x if wanted.weight1 else None, weight1 if wanted.x else None, None, None, None, None
+        else:
+            pre, hidden = out, _activate(out, spec, backend)
+            keeps_hidden = checkpoint_level < 1 and wanted.weight2
+            kept = pre if checkpoint_level < 2 else None, hidden if keeps_hidden else None
+            saved = x, weight1, bias1, weight2, *kept
+            out = F.linear(hidden, weight2, bias2)
+        ctx.save_for_backward(*saved)
+        # Others write to these between forward and backward, which autograd takes for a mistake in what it saves.
+        ctx.main_grads = main_grads
         ctx.scalars = wanted, spec, backend
         ctx.set_materialize_grads(False)
-        out = F.linear(hidden, weight2, bias2)
         return (out, x) if return_residual else out
 
     @staticmethod
@@ -147,48 +105,45 @@ class _Mlp(torch.autograd.Function):
         dout, dresidual = upstream if len(upstream) == 2 else (upstream[0], None)
         if dout is None:
             return dresidual, *(None,) * 11
-        wanted, spec, backend = ctx.scalars
-        backend = _backward_backend(backend, dout, *ctx.main_grads)
+        (wanted, spec, backend), saved, main_grads = ctx.scalars, ctx.saved_tensors, ctx.main_grads
+        x, weight1, _, weight2, *_ = saved
         with dispatch.without_autocast(dout):
-            grads = _mlp_backward(
-                dout.contiguous(), dresidual, ctx.saved_tensors, ctx.main_grads, spec, wanted, backend
-            )
-        return *grads, *(None,) * 7
+            backend = _backward_backend(backend, dout, *main_grads)
+            dpre = dout = dout.contiguous()
+            of_second = ()
+            if weight2 is None:
+                dbias1 = _column_sum(dout, backend) if wanted.bias1 else None
+            else:
+                dpre, dbias1, *of_second = _second_layer(dout, saved, main_grads[1], spec, wanted, backend)
+            dx = _input_gradient(dpre, weight1, dresidual) if wanted.x else None
+            dweight1 = _weight_gradient(dpre, x, main_grads[0]) if wanted.weight1 else None
+        return dx, dweight1, dbias1, *of_second, *(None,) * (9 - len(of_second))
 
 
-_apply_dense, _apply_mlp = map(dispatch.direct_apply, (_Dense, _Mlp))
+_apply = dispatch.direct_apply(_Layers)
 
 
-def _mlp_backward(
-    dout: Tensor,
-    dresidual: Tensor | None,
-    saved: tuple[Any, ...],
-    main_grads: tuple[Tensor | None, Tensor | None],
-    spec: ActivationSpec,
-    wanted: Any,
-    backend: str,
+def _second_layer(
+    dout: Tensor, saved: Sequence[Any], main_grad: Tensor | None, spec: ActivationSpec, wanted: Any, backend: str
 ) -> tuple[Tensor | None, ...]:
-    """The gradients in the order of `MlpOperands`, of those that are wanted."""
+    """The gradients of pre, bias1, weight2 and bias2, of those that are wanted."""
     x, weight1, bias1, weight2, pre, hidden = saved
     if backend == _RECORDED:
         pre = hidden = None  # what was saved of them does not lead back to the operands
     wants_pre, wants_hidden = wanted.x or wanted.weight1 or wanted.bias1, wanted.weight2 and hidden is None
     if pre is None and (wants_pre or wants_hidden):
         pre = F.linear(x, weight1, bias1)
-    dpre: Any = None
-    dbias1 = None
+    dpre = dbias1 = None
     if wants_pre:
         dhidden = _input_gradient(dout, weight2)
         dpre, dbias1, made = _activate_backward(dhidden, pre, spec, wanted.bias1, wants_hidden, backend)
-        del dhidden
         hidden = made if wants_hidden else hidden
     elif wants_hidden:
         hidden = _activate(pre, spec, backend)
     return (
-        _input_gradient(dpre, weight1, dresidual) if wanted.x else None,
-        _weight_gradient(dpre, x, main_grads[0]) if wanted.weight1 else None,
+        dpre,
         dbias1,
-        _weight_gradient(dout, hidden, main_grads[1]) if wanted.weight2 else None,
+        _weight_gradient(dout, hidden, main_grad) if wanted.weight2 else None,
         _column_sum(dout, backend) if wanted.bias2 else None,
     )
 

@@ -15,7 +15,6 @@ With `R` rows of `K` columns, `F` hidden and `N` output columns::
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,9 +24,15 @@ from torch.nn import functional as F
 
 from flashtile.ops.common.rows import compute_dtype
 
+_aten = torch.ops.aten
+
 
 def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
+
+
+def _squared_relu_backward(upstream: Tensor, x: Tensor) -> Tensor:
+    return _aten.threshold_backward(2 * upstream * x, x, 0)
 
 
 #: name -> the activation in PyTorch's words.
@@ -37,6 +42,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "squared_relu": _squared_relu,
     "silu": F.silu,
+}
+#: name -> (gradient of the result, argument) -> gradient of the argument. None passes where relu is 0, whatever it is.
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu_tanh": functools.partial(_aten.gelu_backward, approximate="tanh"),
+    "gelu": _aten.gelu_backward,
+    "relu": functools.partial(_aten.threshold_backward, threshold=0),
+    "squared_relu": _squared_relu_backward,
+    "silu": _aten.silu_backward,
 }
 
 
@@ -50,6 +63,10 @@ class ActivationSpec(NamedTuple):
     def width(self, columns: int) -> int:
         """Columns of `hidden`, from those of `pre`."""
         return columns // 2 if self.gated else columns
+
+
+#: In the place of one, where nothing is activated.
+NO_ACTIVATION = ActivationSpec("none", False)
 
 
 class Wanted(NamedTuple):
@@ -88,65 +105,38 @@ class ActivationGradients(NamedTuple):
     hidden: Tensor | None
 
 
-def mlp(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, spec: ActivationSpec
-) -> Tensor:
-    """out `[R, N]`; shapes as in `spec`."""
-    return F.linear(activate(Activated(F.linear(x, weight1, bias1)), spec), weight2, bias2)
-
-
 def activate(given: Activated, spec: ActivationSpec) -> Tensor:
     """hidden `[R, F]` in the dtype of pre."""
     (pre,) = given
-    value, factor = _value_and_factor(pre.to(compute_dtype(pre.dtype)), spec)
-    return (factor if value is None else value * factor).to(pre.dtype)
+    x, function = pre.to(compute_dtype(pre.dtype)), ACTIVATIONS[spec.activation]
+    if not spec.gated:
+        return function(x).to(pre.dtype)
+    value, gate = x.chunk(2, dim=-1)
+    return (value * function(gate)).to(pre.dtype)
 
 
 def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> ActivationGradients:
     """The gradient of pre, its sum over rows, and hidden once more."""
-    dhidden, pre = given
-    x, upstream = (t.to(compute_dtype(pre.dtype)) for t in (pre, dhidden))
-    value, factor = _value_and_factor(x, spec)
-    if value is None:
-        dpre = _derivative(upstream, x, spec.activation)
-    else:
-        gate = x.chunk(2, dim=-1)[1]
-        dpre = torch.cat((upstream * factor, _derivative(upstream * value, gate, spec.activation)), dim=-1)
-    return ActivationGradients(
-        dpre.to(pre.dtype),
-        dpre.sum(dim=0).to(pre.dtype) if wanted.wants_bias else None,
-        activate(Activated(pre), spec) if wanted.wants_hidden else None,
-    )
+    dtype = given.pre.dtype
+    dpre, hidden = differentiate(*(t.to(compute_dtype(dtype)) for t in given), spec, wanted.wants_hidden)
+    dbias = dpre.sum(dim=0).to(dtype) if wanted.wants_bias else None
+    return ActivationGradients(dpre.to(dtype), dbias, None if hidden is None else hidden.to(dtype))
+
+
+def differentiate(
+    dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_hidden: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of rows of pre, and where it is wanted their activation, not rounded."""
+    function, derivative = ACTIVATIONS[spec.activation], DERIVATIVES[spec.activation]
+    if not spec.gated:
+        return derivative(dhidden, pre), function(pre) if wants_hidden else None
+    value, gate = pre.chunk(2, dim=-1)
+    activated = function(gate)
+    dpre = torch.cat((dhidden * activated, derivative(dhidden * value, gate)), dim=-1)
+    return dpre, value * activated if wants_hidden else None
 
 
 def column_sum(given: Summed) -> Tensor:
     """The sum over rows, in the dtype of x."""
     (x,) = given
     return x.to(compute_dtype(x.dtype)).sum(dim=0).to(x.dtype)
-
-
-def _value_and_factor(x: Tensor, spec: ActivationSpec) -> tuple[Tensor | None, Tensor]:
-    """The gated values, or None, and the activation."""
-    function = ACTIVATIONS[spec.activation]
-    if not spec.gated:
-        return None, function(x)
-    value, gate = x.chunk(2, dim=-1)
-    return value, function(gate)
-
-
-def _derivative(upstream: Tensor, x: Tensor, activation: str) -> Tensor:
-    """The gradient of x from that of its activation. No gradient passes where relu is 0, whatever it is."""
-    if activation == "relu":
-        return torch.where(x <= 0, 0, upstream)
-    if activation == "squared_relu":
-        return torch.where(x <= 0, 0, 2 * upstream * x)
-    if activation == "silu":
-        s = torch.sigmoid(x)
-        return upstream * (s + x * s * (1 - s))
-    if activation == "gelu_tanh":
-        slope = math.sqrt(2 / math.pi)
-        t = torch.tanh(slope * (x + 0.044715 * x**3))
-        return upstream * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope * (1 + 3 * 0.044715 * x * x))
-    assert activation == "gelu"
-    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    return upstream * (0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density)
