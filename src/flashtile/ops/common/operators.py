@@ -181,6 +181,7 @@ class OnBackend:
         arrange: Callable[[Any], Any] = contiguous,
         check: Callable[..., None] | None = None,
         checked: Callable[[Any], Sequence[Tensor | None]] | None = None,
+        written: str = "",
     ) -> None:
         """
         Args:
@@ -190,14 +191,26 @@ class OnBackend:
             arrange: the tensors as the backends take them.
             check: of `(tensors, *scalars)`, checks values.
             checked: the tensors whose values `check` reads, where it may.
+            written: the tensor in whose memory the function leaves its result. It is called with `inplace=True`.
         """
         self._backends, self._function, self._dtype = backends, function, dtype
-        self._arrange, self._check, self._checked = arrange, check, checked
+        self._arrange, self._check, self._checked, self._written = arrange, check, checked, written
 
     def __call__(self, given: Any, *rest: Any) -> Any:
         if self._check is not None:
             self._check(given, *rest[:-1])
-        return getattr(self.module(given, *rest), self._function)(self._arrange(given), *rest[:-1])
+        function, arranged = getattr(self.module(given, *rest), self._function), self._arrange(given)
+        if not self._written:
+            return function(arranged, *rest[:-1])
+        function(arranged, *rest[:-1], True)
+        written, found = (getattr(tensors, self._written) for tensors in (given, arranged))
+        if not written.is_inference():
+            # Kernels write past PyTorch's back: an earlier operation that keeps the tensor for its gradient must learn
+            # of it.
+            torch.autograd.graph.increment_version(written)
+        if found is not written:  # a copy, because of its strides
+            written.copy_(found)
+        return None
 
     def prepare(self, given: Any, *rest: Any) -> Launch | None:
         """See `Operator.prepare`."""

@@ -288,13 +288,6 @@ class _OnGroup(OnBackend):
         return None if spec.group else super().prepare(inputs, spec, backend)
 
 
-def _run_inplace_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str) -> None:
-    logits = given.logits
-    _BACKENDS.implementation(backend, logits.device, logits.dtype).backward(_contiguous_labels(given), spec, True)
-    # Whoever saved the logits too, and reads them after this, hears of it from autograd.
-    torch.autograd.graph.increment_version(logits)
-
-
 def _contiguous_labels(given: Any) -> Any:
     """Kernels read labels as a vector without gaps."""
     return given if given.labels.is_contiguous() else given._replace(labels=given.labels.contiguous())
@@ -335,6 +328,13 @@ def _spend(given: LossUpstream, ctx: Any, spec: CrossEntropySpec) -> LossUpstrea
     return given._replace(logits=given.logits.detach())
 
 
+def _on_backend(**more: Any) -> OnBackend:
+    """What runs the backward."""
+    return OnBackend(
+        _BACKENDS, "backward", dtype=lambda given, spec: given.logits.dtype, arrange=_contiguous_labels, **more
+    )
+
+
 _forward = operator(
     "cross_entropy_forward",
     LossInputs,
@@ -353,13 +353,16 @@ _backward = operator(
     LossUpstream,
     (CrossEntropySpec,),
     Tensor,
-    run=OnBackend(
-        _BACKENDS, "backward", dtype=lambda given, spec: given.logits.dtype, arrange=_contiguous_labels,
-    ),
+    run=_on_backend(),
     fake=lambda given, spec: reference.empty_gradient(given.logits),
 )  # fmt: skip
 _inplace_backward = operator(
-    "cross_entropy_backward_", LossUpstream, (CrossEntropySpec,), None, run=_run_inplace_backward, writes="logits"
+    "cross_entropy_backward_",
+    LossUpstream,
+    (CrossEntropySpec,),
+    None,
+    run=_on_backend(written="logits"),
+    writes="logits",
 )
 _formulas = SimpleNamespace(forward=reference.forward, backward=reference.differentiable_backward)
 _loss = differentiable(_forward, _backward, _formulas, _save, constants=1, complete=_complete)

@@ -35,6 +35,13 @@ def _squared_relu_backward(upstream: Tensor, x: Tensor) -> Tensor:
     return _aten.threshold_backward(2 * upstream * x, x, 0)
 
 
+def _silu_backward(upstream: Tensor, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(upstream, x)
+    s = torch.sigmoid(x)  # PyTorch's operator has no derivative
+    return upstream * (s + x * s * (1 - s))
+
+
 #: name -> the activation in PyTorch's words.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -49,7 +56,7 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": _aten.gelu_backward,
     "relu": functools.partial(_aten.threshold_backward, threshold=0),
     "squared_relu": _squared_relu_backward,
-    "silu": _aten.silu_backward,
+    "silu": _silu_backward,
 }
 
 
@@ -117,8 +124,9 @@ def activate(given: Activated, spec: ActivationSpec) -> Tensor:
 
 def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> ActivationGradients:
     """The gradient of pre, its sum over rows, and hidden once more."""
+    dhidden, pre = (t.to(compute_dtype(t.dtype)) for t in given)
+    dpre, hidden = differentiate(dhidden, pre, spec, wanted.wants_hidden)
     dtype = given.pre.dtype
-    dpre, hidden = differentiate(*(t.to(compute_dtype(dtype)) for t in given), spec, wanted.wants_hidden)
     dbias = dpre.sum(dim=0).to(dtype) if wanted.wants_bias else None
     return ActivationGradients(dpre.to(dtype), dbias, None if hidden is None else hidden.to(dtype))
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.api import checked_forward, unmasked_forward
+from flashtile.ops.attention.api import unmasked_forward
 from flashtile.ops.kv_cache import spec as formulas
+from flashtile.ops.kv_cache.eager import append, attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.ops.rotary.api import apply_rotary
 
 
 class _Piece(NamedTuple):
@@ -35,11 +35,7 @@ class _Piece(NamedTuple):
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     """(out, lse); shapes as in `flashtile.attention_with_kv_cache`. `num_splits` is not used: PyTorch's threads work on
     different heads."""
-    q = call.q
-    if call.k is not None:
-        before = formulas.lengths_before(call, spec)
-        _append(call, spec, before)
-        q = _rotated_queries(call, spec, before)
+    q = append(call, spec, "cpu")
     if call.cu_seqlens_q is not None:
         return _packed(q, call, spec)
     tree = call.tree_mask
@@ -76,20 +72,7 @@ def _packed(q: Tensor, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor
 
 def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Tensor | None) -> tuple[Tensor, Tensor]:
     """`tree`: `[sequences, seq_q, seq_q]`, or None."""
-    slopes = call.alibi_slopes
-    return checked_forward(
-        q,
-        piece.keys,
-        piece.values,
-        window=(spec.window_left, spec.window_right),
-        scale=spec.scale,
-        softcap=spec.softcap,
-        alibi_slopes=slopes[piece.sequences] if slopes is not None and slopes.dim() == 2 else slopes,
-        sinks=call.sinks,
-        backend="cpu",
-        mask=None if tree is None else formulas.visible_in_tree(tree, piece.keys.shape[1])[:, None],
-        batch_invariant=spec.batch_invariant,
-    )
+    return attend(q, piece.keys, piece.values, tree, piece.sequences, call, spec, "cpu")
 
 
 def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
@@ -120,37 +103,6 @@ def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tenso
         return attend(q, k_cache, v_cache)
 
     return serve
-
-
-def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
-    if call.k is None:
-        return
-    sequence, number = formulas.numbered(formulas.new_counts(call), before.device)
-    if not sequence.shape[0]:
-        return
-    row = before[sequence] + number
-    k = formulas.packed_rows(call.k, call.cu_seqlens_new)[: row.shape[0]]
-    v = None if call.v is None else formulas.packed_rows(call.v, call.cu_seqlens_new)[: row.shape[0]]
-    where = formulas.places(call, sequence, row)
-    formulas.store(call, spec, where, _rotated(k, call, spec, row), v)
-
-
-def _rotated_queries(call: CacheCall, spec: CacheSpec, before: Tensor) -> Tensor:
-    q = formulas.packed_rows(call.q, call.cu_seqlens_q)
-    if call.rotary_cos is None or not q.numel():
-        return call.q
-    sequence, number = formulas.numbered(formulas.query_counts(call), before.device)
-    position = before[sequence] + number if spec.banded else before[sequence]
-    rows = position.shape[0]
-    turned = _rotated(q[:rows], call, spec, position)
-    return (turned if rows == q.shape[0] else torch.cat([turned, q[rows:]])).view(call.q.shape)
-
-
-def _rotated(x: Tensor, call: CacheCall, spec: CacheSpec, position: Tensor) -> Tensor:
-    """`[rows, heads, head_dim]`, each row by a position of its own."""
-    if call.rotary_cos is None or call.rotary_sin is None:
-        return x
-    return apply_rotary(x, call.rotary_cos, call.rotary_sin, spec.interleaved, position_ids=position, backend="cpu")
 
 
 def _pieces(call: CacheCall, spec: CacheSpec, counts: list[int] | None = None) -> Iterator[_Piece]:

@@ -571,8 +571,8 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
 
 #: Inputs whose gradients are sums over rows.
 _SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
-
-Dtypes = dict[str, "torch.dtype | None"]
+#: The parameter that is not called as its tensor.
+_SEED = {"seed_ptr": "dropout_seed"}
 
 
 @launched(Normalised)
@@ -580,113 +580,85 @@ def forward(operands: Any, spec: NormSpec, *, at: int, device: torch.device) -> 
     """z, x and statistics, of rows that are contiguous in themselves."""
     rows, width = operands.rows, operands.x0.shape[1]
     check_rows("x0", rows)
-    names, strides = _dtypes(operands), _row_strides(operands, ("x0", "x1", "residual"))
     config = forward_config(width, device_facts(device))
-    results = {
-        "z": names["x0"],
-        "z1": names["weight1"] and names["x0"],
-        "x": spec.sum_dtype if makes_sum(operands, spec) else None,
-        "mean": None if spec.rms else torch.float32,
-        "rstd": torch.float32,
+    z, statistics = contiguous((spec.out_rows, width), operands.x0.dtype), contiguous((rows,), torch.float32)
+    outputs = {
+        "z": z,
+        "z1": operands.weight1 and z,
+        "x": contiguous((rows, width), spec.sum_dtype) if makes_sum(operands, spec) else None,
+        "mean": None if spec.rms else statistics,
+        "rstd": statistics,
     }
-    parameters = {
-        **_parameters(names | results, strides, at, rows, spec),
-        "epsilon": float32(spec.epsilon),
-    }
-    out, statistics = (spec.out_rows, width), (rows,)
-    shapes = {"z": out, "z1": out, "x": (rows, width), "mean": statistics, "rstd": statistics}
-    constants, programs = _constants(names, width, spec, config), -(-rows // config.rows)
+    parameters, constants = _shared(operands, outputs, ("x0", "x1", "residual"), at, rows, spec, config)
+    parameters["epsilon"] = float32(spec.epsilon)
+    programs = -(-rows // config.rows)
     kernel = Kernel(norm_forward_kernel, parameters, constants, programs, _SEED, **config.compiled)
-    zeroed = ("z", "z1") if names["out_subset"] else ()
-    return Pipeline(device, {"forward": kernel}, operands, _outputs(results, shapes), zeroed=zeroed)
+    zeroed = ("z", "z1") if operands.out_subset else ()
+    return Pipeline(device, {"forward": kernel}, operands, outputs, zeroed=zeroed)
 
 
 @launched(Gradients)
 def backward(given: Any, spec: NormSpec, wanted: Wanted, *, at: int, device: torch.device) -> Pipeline:
     """The gradients, and where there are some of parameters, the sums of their parts."""
     (rows, width), present = given.x.shape, present_gradients(given, spec, wanted)
-    names, strides = _dtypes(given), _row_strides(given, ("dz", "dz1", "dx", "x", "x0"))
-    own, sums = dict(zip(("dsum", "dx0", "dx1"), present)), dict(zip(_SUMMED, present[3:], strict=True))
-    made = {name: (names["x"] if name == "dsum" else names["dz"]) if there else None for name, there in own.items()}
-    loaded = [dtype for dtype in map(names.get, strides) if dtype is not None]
-    bytes_per_column, count = sum(dtype.itemsize for dtype in loaded), sum(sums.values())
+    sums, dtype = dict(zip(_SUMMED, present[3:], strict=True)), given.dz.dtype
+    layouts: dict[str, Any] = {
+        "dsum": contiguous((rows, width), given.x.dtype),
+        "dx0": contiguous((wanted.x0_rows, width), dtype),
+        "dx1": contiguous((rows, width), dtype),
+        **{f"d{name}": there and contiguous((width,), getattr(given, name).dtype) for name, there in sums.items()},
+    }
+    outputs = {name: layout if there else None for (name, layout), there in zip(layouts.items(), present)}
+    matrices, count = ("dz", "dz1", "dx", "x", "x0"), sum(sums.values())
+    bytes_per_column = sum(matrix.dtype.itemsize for name in matrices if (matrix := getattr(given, name)))
     config = backward_config(width, count, bytes_per_column, spec.dropout_p > 0, device_facts(device))
+    statistic = contiguous((), torch.float32)
+    parameters, constants = _shared(given, {**outputs, "partial": statistic}, matrices, at, rows, spec, config)
     summed = {f"SUMS_{name.upper()}": there for name, there in sums.items()}
-    constants = {**_constants(names, width, spec, config), **summed, "STAGES": config.num_stages}
-    tensors = names | made | {"partial": torch.float32}
-    parameters = _parameters(tensors, strides, at, rows, spec)
+    constants |= {**summed, "STAGES": config.num_stages}
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
     kernels = {"main": Kernel(norm_backward_kernel, parameters, constants, programs, _SEED, **config.compiled)}
-    totals = {f"d{name}": names[name] if there else None for name, there in sums.items()}
+    totals = [f"d{name}" for name in sums]
     if count:
-        parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
+        parameters = {f"{name}_ptr": pointer_to((outputs[name] or statistic).dtype, 16) for name in totals}
         parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
         constants = {**summed, "WIDTH": width, **named_constants(REDUCE)}
         strips = -(-width // REDUCE.block_n) if programs else 0
         kernels["reduce"] = Kernel(norm_reduce_kernel, parameters, constants, strips, **REDUCE.compiled)
-    shapes = {
-        "dsum": (rows, width),
-        "dx0": (wanted.x0_rows, width),
-        "dx1": (rows, width),
-        **dict.fromkeys(totals, (width,)),
-    }
-    zeroed = [*(["dx0"] if names["x0_subset"] else []), *([] if programs else totals)]
+    zeroed = [*(["dx0"] if given.x0_subset else []), *([] if programs else totals)]
     scratch = {"partial": count * programs * width} if count and programs else None
-    outputs = _outputs(made | totals, shapes)
     return Pipeline(device, kernels, given, outputs, scratch, zeroed, unused={"partial"})
 
 
-#: The parameter that is not called as its tensor.
-_SEED = {"seed_ptr": "dropout_seed"}
-
-
-def _dtypes(tensors: Any) -> Dtypes:
-    """By name; None for a tensor that is not there. `tensors`: layouts."""
-    return {name: None if tensor is None else tensor.dtype for name, tensor in tensors._asdict().items()}
-
-
-def _row_strides(tensors: Any, names: Sequence[str]) -> dict[str, int]:
-    """By name; 0 for a matrix that is not there."""
-    matrices = {name: getattr(tensors, name) for name in names}
-    return {name: 0 if matrix is None else matrix.strides[0] for name, matrix in matrices.items()}
-
-
-def _outputs(dtypes: Dtypes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | None]:
-    """The layouts of contiguous tensors; `dtypes` has None for one that is not written."""
-    return {name: None if dtype is None else contiguous(shapes[name], dtype) for name, dtype in dtypes.items()}
-
-
-def _parameters(
-    tensors: Mapping[str, torch.dtype | None], strides: Mapping[str, int], misalignment: int, rows: int, spec: NormSpec
-) -> dict[str, Parameter]:
-    """The parameters that forward and backward share. `tensors`: the dtype of each by name; None for one that is not
-    there. `strides`: of their rows."""
+def _shared(
+    tensors: Any,
+    others: Mapping[str, Layout | None],
+    matrices: Sequence[str],
+    misalignment: int,
+    rows: int,
+    spec: NormSpec,
+    config: RowTile,
+) -> tuple[dict[str, Parameter], dict[str, Any]]:
+    """The parameters and constants that forward and backward share. `tensors`: the layouts of those of a call; `others`
+    by name; `matrices`: the names of those with strides."""
+    strides = {name: matrix.strides[0] if (matrix := getattr(tensors, name)) else 0 for name in matrices}
     multiple, apart = power_of_two_factor(misalignment), power_of_two_factor(*strides.values())
-    keep_scale = 1 / (1 - spec.dropout_p)
-    return {
-        **{f"{name}_ptr": pointer_to(dtype, multiple) for name, dtype in tensors.items()},
-        "seed_ptr": pointer_to(tensors["dropout_seed"], multiple),
+    keep_scale, dropout, scaled = 1 / (1 - spec.dropout_p), spec.dropout_p > 0, tensors.rowscale or tensors.layerscale
+    pointers = {**tensors._asdict(), **others, "seed": tensors.dropout_seed}
+    parameters = {
+        **{f"{name}_ptr": pointer_to(layout and layout.dtype, multiple) for name, layout in pointers.items()},
         **{f"stride_{name}": int64(stride, apart) for name, stride in strides.items()},
         "rows": int32(rows),
         "threshold": int32(keep_threshold(spec.dropout_p)),
         "scale_x0": float32(spec.rowscale_const * keep_scale),
         "scale_x1": float32(keep_scale),
     }
-
-
-def _constants(names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowTile) -> dict[str, Any]:
-    """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
-    return {
-        "WIDTH": width,
+    constants = {
+        "WIDTH": tensors[0].shape[-1],
         **named_constants(config),
-        "SCALED": _scales(names, spec),
-        "DROPOUT": spec.dropout_p > 0,
+        "SCALED": scaled is not None or dropout or spec.rowscale_const != 1.0,
+        "DROPOUT": dropout,
         "RMS": spec.rms,
         "WEIGHT_ADD": float(spec.zero_centered),
     }
-
-
-def _scales(names: Mapping[str, torch.dtype | None], spec: NormSpec) -> bool:
-    """Whether x0 is multiplied on its way into the sum."""
-    factors = any(names[name] is not None for name in ("rowscale", "layerscale"))
-    return factors or spec.dropout_p > 0 or spec.rowscale_const != 1.0
+    return parameters, constants

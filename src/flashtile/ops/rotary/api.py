@@ -345,17 +345,12 @@ def _dtype(rotation: Rotation, spec: RotarySpec) -> torch.dtype:
     return torch.float64 if torch.float64 in (rotation.x.dtype, rotation.cos.dtype) else rotation.x.dtype
 
 
-def _run_inplace(rotation: Rotation, spec: RotarySpec, backend: str) -> None:
-    _check_values(rotation, spec)
-    x = rotation.x
-    module = _BACKENDS.implementation(backend, x.device, _dtype(rotation, spec))
-    written = last_contiguous(rotation)
-    module.forward(written, spec, True)
-    if not x.is_inference():
-        # Kernels write past PyTorch's back: an earlier operation that keeps x for its gradient must learn of it.
-        torch.autograd.graph.increment_version(x)
-    if written.x is not x:  # a copy, because the last dimension is not contiguous
-        x.copy_(written.x)
+def _on_backend(**more: Any) -> OnBackend:
+    """What runs the operators."""
+    return OnBackend(
+        _BACKENDS, "forward", dtype=_dtype, arrange=last_contiguous, check=_check_values,
+        checked=lambda rotation: (rotation.offsets, rotation.cu_seqlens, rotation.position_ids), **more,
+    )  # fmt: skip
 
 
 _rotary = operator(
@@ -363,10 +358,7 @@ _rotary = operator(
     Rotation,
     (RotarySpec,),
     Tensor,
-    run=OnBackend(
-        _BACKENDS, "forward", dtype=_dtype, arrange=last_contiguous, check=_check_values,
-        checked=lambda rotation: (rotation.offsets, rotation.cu_seqlens, rotation.position_ids),
-    ),
+    run=_on_backend(),
     fake=lambda rotation, spec: rotation.x.new_empty(rotation.x.shape),
     decomposition=reference.rotate,
 )  # fmt: skip
@@ -380,7 +372,7 @@ def _rotate_by_formula(rotation: Rotation, spec: RotarySpec) -> Tensor:
     return reference.rotate(rotation, spec)
 
 
-_rotary_inplace = operator("rotary_", Rotation, (RotarySpec,), None, run=_run_inplace, writes="x").call
+_rotary_inplace = operator("rotary_", Rotation, (RotarySpec,), None, run=_on_backend(written="x"), writes="x").call
 #: The backward is the rotation the other way.
 _rotated = differentiable(
     _rotary,
