@@ -1,4 +1,4 @@
-"""What the backends in PyTorch's operations share: the new rows of all sequences, rotated queries, a call of attention."""
+"""What the backends in PyTorch's operations share: new rows, rotated queries, and the call of attention."""
 
 from __future__ import annotations
 

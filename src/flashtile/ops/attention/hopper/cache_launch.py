@@ -129,7 +129,7 @@ class PrefixPlan(NamedTuple):
     dynamic: bool
 
     def run(self, tensors: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
-        """(out, lse). `tensors`, q first, and `length`: what `split_keys.plan.pipeline_behind_prefix` is given."""
+        """(out, lse). `tensors`, q first, and `length`: what `kv_cache.triton.prefix.plan_behind_prefix` is given."""
         q = tensors[0]
         assert q is not None
         counter = tile_counter(q.device) if self.dynamic else None

@@ -152,13 +152,14 @@ def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
     factors `[outer, rows, heads_kv]` of 8-bit k and v; last the length of all sequences, where no tensor has them.
     First outputs: out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed `[total_q,
     heads_q, head_dim_v]` and `[heads_q, total_q]`."""
-    given, attend, splits = _attending(call, device)
+    given, attend, splits = attending(call, device)
     kernels, outputs = with_combining(call, {"attend": attend}, splits, device)
     return Pipeline(device, kernels, given, outputs)
 
 
-def _attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple[tuple[str, ...], Kernel, int]:
-    """Inputs of a call's pipeline, the kernel that attends, and its splits. `segments`: of a prefix, to add."""
+def attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple[tuple[str, ...], Kernel, int]:
+    """Inputs of a call's pipeline, the kernel that attends, and its splits. `segments`: of a prefix, whose results, as
+    `attend.Prefix` has them, it adds."""
     facts = device_facts(device)
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     # Where sequences with many queries are left to others, most of the rest have one.
@@ -196,31 +197,6 @@ class Segments(NamedTuple):
     number: int
     rows: int
     dynamic: bool
-
-
-class SharedPrefix(NamedTuple):
-    """What attends to a prefix that all sequences have in common, in segments.
-
-    Attributes:
-        kernels: in order. They leave "prefix_out" and "prefix_lse", as `attend.Prefix` has them, and "left".
-        segments: how many there are.
-        left: what they leave for one another and for those behind them.
-        given: buffers that they take beside those of the call.
-    """
-
-    kernels: dict[str, Kernel]
-    segments: int
-    left: dict[str, Layout]
-    given: tuple[str, ...]
-
-
-def pipeline_behind_prefix(call: SplitCall, prefix: SharedPrefix, device: torch.device) -> Pipeline:
-    """As `split_pipeline`, of a call whose rows from "left" on are those behind a common prefix. It is given what that
-    is given but "left", and before the length what the prefix takes."""
-    of_call, attend, splits = _attending(call, device, prefix.segments)
-    *given, last = (name for name in of_call if name != "left")
-    kernels, outputs = with_combining(call, {**prefix.kernels, "attend": attend}, splits, device)
-    return Pipeline(device, kernels, (*given, *prefix.given, last), {**outputs, **prefix.left})
 
 
 def with_combining(

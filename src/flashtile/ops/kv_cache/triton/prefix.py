@@ -15,13 +15,14 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import int32, int64, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile.ops.common.split_keys.plan import Segments, SharedPrefix, SplitCall, pipeline_behind_prefix
+from flashtile.ops.common.split_keys.plan import Segments, SplitCall, attending, with_combining
 from flashtile.ops.common.split_keys.rows import RowStrides
 from flashtile.ops.common.tiles import power_of_two
 
 
 def plan_behind_prefix(call: SplitCall, of_prefix: SplitCall, forward: Segments, device: torch.device) -> Pipeline:
-    """Everything that can be decided before the tensors' contents are known.
+    """As `split_pipeline`, of a call whose first rows, "left", follow from the prefix. Before the length it is given
+    the counter of the forward.
 
     Args:
         call: that of the rows behind the prefix.
@@ -37,9 +38,12 @@ def plan_behind_prefix(call: SplitCall, of_prefix: SplitCall, forward: Segments,
         "prefix_out": contiguous((segments, heads_kv, rows, head_dim_v), call.dtype),
         "prefix_lse": contiguous((segments, heads_kv, rows), torch.float32),
     }
+    of_call, attend, splits = attending(call, device, segments)
+    *given, length = (name for name in of_call if name != "left")
     spread = _spread_kernel(call, rows, of_prefix.capacity, forward)
-    prefix = SharedPrefix({"spread": spread, "prefix": forward.kernel}, segments, left, ("counter",))
-    return pipeline_behind_prefix(call, prefix, device)
+    kernels = {"spread": spread, "prefix": forward.kernel, "attend": attend}
+    kernels, outputs = with_combining(call, kernels, splits, device)
+    return Pipeline(device, kernels, (*given, "counter", length), {**outputs, **left})
 
 
 def _spread_kernel(call: SplitCall, rows: int, shared: int, forward: Segments) -> Kernel:
