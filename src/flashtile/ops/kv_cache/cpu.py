@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.api import unmasked_forward
 from flashtile.ops.kv_cache import spec as formulas
-from flashtile.ops.kv_cache.eager import append, attend
+from flashtile.ops.kv_cache.rows import append, attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.kv_cache import spec as formulas
-from flashtile.ops.kv_cache.eager import append, attend
+from flashtile.ops.kv_cache.rows import append, attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 
