@@ -72,7 +72,7 @@ def _packed(q: Tensor, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor
 
 def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Tensor | None) -> tuple[Tensor, Tensor]:
     """`tree`: `[sequences, seq_q, seq_q]`, or None."""
-    return attend(q, piece.keys, piece.values, tree, piece.sequences, call, spec, "cpu")
+    return attend(q, piece.keys, piece.values, call, spec, sequences=piece.sequences, tree=tree, backend="cpu")
 
 
 def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tensor, Tensor] | None] | None:

@@ -40,8 +40,8 @@ def _rotated(x: Tensor, call: CacheCall, spec: CacheSpec, position: Tensor, back
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, sequences: slice, call: CacheCall, spec: CacheSpec,
-    backend: str,
+    q: Tensor, keys: Tensor, values: Tensor, call: CacheCall, spec: CacheSpec, *, sequences: slice,
+    tree: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of some sequences: queries `[sequences, seq_q, heads, head_dim]`, all their keys and values, and None
     or their trees `[sequences, seq_q, seq_q]`."""
