@@ -6,13 +6,13 @@ from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, finite_float
-from flashtile.ops.common.operators import OnBackend, differentiable, operator
+from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.gate import spec as reference
 from flashtile.ops.gate.spec import GateGradients, GateInputs, GateSpec, GateUpstream
 
 _BACKENDS = standard_backends("gate")
 
-_gate = differentiable(
+_gate = Differentiable(
     operator(
         "gate_forward",
         GateInputs,

@@ -2,7 +2,7 @@
 
 An operation writes its formulas: for each backend `forward(tensors, spec)` and `backward(tensors, spec)`, and what they
 return, without contents. `operator` makes the rest that PyTorch asks for: schema, fake, implementations for CPU and
-CUDA, the short way past the dispatcher, FLOPs, and the entry in `flashtile.decompositions`. `differentiable` joins a
+CUDA, the short way past the dispatcher, FLOPs, and the entry in `flashtile.decompositions`. `Differentiable` joins a
 forward and a backward operator under an `autograd.Function`, with `torch.func` transforms and derivatives of the
 backward through the reference. docs/adding_an_operation.md has an example.
 """
@@ -239,158 +239,139 @@ class OnBackend:
         return self._backends.implementation(rest[-1], given[0].device, dtype)
 
 
-class Differentiable(NamedTuple):
-    """A differentiable function `(inputs, spec, backend)`, and what `differentiable` made it of.
-
-    Attributes:
-        repeat: of `(tensors, inputs, spec, backend)`, what runs calls like this one; None where each is decided about.
-            `inputs` are the tensors of the call, or views of them with fewer dimensions.
-        found_gradients: what the backward finds, of `(its tensors, ctx, its scalars, backend)`.
-    """
-
-    run: Callable[..., Any]
-    repeat: Callable[..., RepeatedCall | None]
-    forward: Operator
-    backward: Operator
-    save: Callable[..., Any]
-    outputs: int
-    constants: int
-    complete: Callable[..., Any] | None
-    gradients: Callable[..., Any] | None
-    found_gradients: Callable[..., Any]
-
-    def __call__(self, inputs: Any, spec: Any, backend: str) -> Any:
-        return self.run(inputs, spec, backend)
-
-    @property
-    def single(self) -> bool:
-        """The forward has one result, a tensor."""
-        return self.forward.results is Tensor
-
-
-def differentiable(
-    forward: Operator,
-    backward: Operator,
-    reference: Any,
-    save: Callable[..., tuple[Sequence[Tensor | None], tuple[Any, ...]]],
-    *,
-    outputs: int = 1,
-    constants: int = 0,
-    before: Callable[[Any], None] | None = None,
-    complete: Callable[..., Any] | None = None,
-    gradients: Callable[..., Sequence[Tensor | None]] | None = None,
-) -> Differentiable:
+class Differentiable:
     """A function `(inputs, spec, backend)` that calls a forward operator, and whose derivative is a backward operator.
 
     The reference computes, in PyTorch's operations, what those cannot: calls under `torch.func` transforms or in
     forward mode, the derivative of the backward, and gradients that come several at a time.
-
-    Args:
-        forward: with one NamedTuple of scalars, the spec.
-        backward: its tensors are the gradients of the outputs, and after these what is saved.
-        reference: module with `forward(inputs, spec)` and `backward(tensors, *scalars)`, both differentiable.
-        save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and its scalars. A saved tensor
-            is an input or an output, or the reference makes it anew.
-        outputs: how many of the results, the first ones, are differentiable.
-        constants: how many after these are returned too, without a derivative; the function returns None for others.
-        before: of ctx, is called before a backward reads what was saved.
-        complete: of the backward's `(tensors, ctx, *scalars)`, the same with zeros for gradients that are None and must
-            not be.
-        gradients: of `(what the backward found, *scalars)`, the gradients of the first inputs; others have none.
-            Without it, what the backward found is the gradient of the first.
     """
-    inputs_type, (spec_type,), gradient_type = forward.tensors, forward.scalars, backward.tensors
-    tensors = len(inputs_type._fields)  # type: ignore[attr-defined]
-    call, call_backward, single = forward.call, backward.call, forward.results is Tensor
 
-    def record(ctx: Any, *flat: Any) -> Any:
+    def __init__(
+        self,
+        forward: Operator,
+        backward: Operator,
+        reference: Any,
+        save: Callable[..., tuple[Sequence[Tensor | None], tuple[Any, ...]]],
+        *,
+        outputs: int = 1,
+        constants: int = 0,
+        before: Callable[[Any], None] | None = None,
+        complete: Callable[..., Any] | None = None,
+        gradients: Callable[..., Sequence[Tensor | None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            forward: with one NamedTuple of scalars, the spec.
+            backward: its tensors are the gradients of the outputs, and after these what is saved.
+            reference: module with `forward(inputs, spec)` and `backward(tensors, *scalars)`, both differentiable.
+            save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and its scalars. A saved
+                tensor is an input or an output, or the reference makes it anew.
+            outputs: how many of the results, the first ones, are differentiable.
+            constants: how many after these are returned too, without a derivative; the function returns None for
+                others.
+            before: of ctx, is called before a backward reads what was saved.
+            complete: of the backward's `(tensors, ctx, *scalars)`, the same with zeros for gradients that are None and
+                must not be.
+            gradients: of `(what the backward found, *scalars)`, the gradients of the first inputs; others have none.
+                Without it, what the backward found is the gradient of the first.
+        """
+        self.forward, self.backward, self.save, self._reference = forward, backward, save, reference
+        self.outputs, self.constants = outputs, constants
+        self.complete, self.gradients, self._before = complete, gradients, before
+        #: The forward has one result, a tensor.
+        self.single = forward.results is Tensor
+        name = "".join(word.capitalize() for word in forward.overload._opname.split("_")[:-1])
+        self._apply = dispatch.direct_apply(_function(name, self._record, self._differentiate))
+        self._recorded_again = _function(name, self._record_again, self._differentiate_again)
+
+    def __call__(self, inputs: Any, spec: Any, backend: str) -> Any:
+        if dispatch.transformed():
+            dispatch.refuse_named_backend(backend)
+            return self._reference.forward(inputs, spec)
+        if not dispatch.recorded(inputs):
+            return self.forward.call(inputs, spec, backend)
+        if torch.compiler.is_compiling():
+            flat = self._apply(*dispatch.distinct(inputs), *spec, backend)
+        else:
+            flat = self._apply(*inputs, inputs, spec, backend)
+        return flat if self.single else self.forward.unpacked(flat, inputs, spec)
+
+    def repeat(self, tensors: Sequence[Tensor | None], inputs: Any, spec: Any, backend: str) -> RepeatedCall | None:
+        """What runs calls like this one; None where each is decided about. `inputs`: the tensors of the call, or views
+        of them with fewer dimensions."""
+        if not (dispatch.undisturbed() and all(map(is_view, inputs, tensors))):
+            return None
+        launch = self.forward.prepare(inputs, spec, backend)
+        return None if launch is None else RepeatedCall(self, tensors, inputs, spec, backend, launch)
+
+    def found_gradients(self, given: Any, ctx: Any, scalars: tuple[Any, ...], backend: str) -> Any:
+        """What the backward finds, from its tensors and scalars."""
+        if self.complete is not None:
+            given = self.complete(given, ctx, *scalars)
+        if dispatch.batched(*given[: self.outputs]):
+            return self._reference.backward(given, *scalars)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            flat = self._recorded_again.apply(*given, given, scalars, backend)
+            return flat if self.backward.results is Tensor else self.backward.unpacked(flat, given, *scalars)
+        return self.backward.call(given, *scalars, backend)
+
+    def _record(self, ctx: Any, *flat: Any) -> Any:
         inputs, spec, backend = flat[-3:]
+        (spec_type,) = self.forward.scalars
         if type(spec) is not spec_type:
-            inputs, spec = inputs_type(*flat[:tensors]), spec_type(*flat[tensors:-1])
-        found = call(inputs, spec, backend)
-        saved, scalars = save(inputs, found, spec, ctx)
+            tensors = len(self.forward.tensors._fields)  # type: ignore[attr-defined]
+            inputs, spec = self.forward.tensors(*flat[:tensors]), spec_type(*flat[tensors:-1])
+        found = self.forward.call(inputs, spec, backend)
+        saved, scalars = self.save(inputs, found, spec, ctx)
         ctx.save_for_backward(*saved)
         ctx.call = scalars, backend, (None,) * (len(flat) - 1)
-        if single:
+        if self.single:
             return found
         ctx.set_materialize_grads(False)
+        outputs, returned = self.outputs, self.outputs + self.constants
         ctx.present = [t is not None for t in found[:outputs]]
-        ctx.mark_non_differentiable(*(t for t in found[outputs : outputs + constants] if t is not None))
-        return tuple(t for t in found[: outputs + constants] if t is not None)
+        ctx.mark_non_differentiable(*(t for t in found[outputs:returned] if t is not None))
+        return tuple(t for t in found[:returned] if t is not None)
 
-    def differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if before is not None:
-            before(ctx)
+    def _differentiate(self, ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if self._before is not None:
+            self._before(ctx)
         scalars, backend, nothing = ctx.call
-        if not single:
+        if not self.single:
             rest = iter(upstream)
             upstream = tuple(next(rest) if there else None for there in ctx.present)
-        found = found_gradients(gradient_type(*upstream, *ctx.saved_tensors), ctx, scalars, backend)
-        of_inputs = (found,) if gradients is None else gradients(found, *scalars)
+        given = self.backward.tensors(*upstream, *ctx.saved_tensors)
+        found = self.found_gradients(given, ctx, scalars, backend)
+        of_inputs = (found,) if self.gradients is None else self.gradients(found, *scalars)
         return *of_inputs, *nothing[len(of_inputs) - 1 :]
 
-    def found_gradients(given: Any, ctx: Any, scalars: tuple[Any, ...], backend: str) -> Any:
-        if complete is not None:
-            given = complete(given, ctx, *scalars)
-        if dispatch.batched(*given[:outputs]):
-            return reference.backward(given, *scalars)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            flat = recorded_again.apply(*given, given, scalars, backend)
-            return flat if backward.results is Tensor else backward.unpacked(flat, given, *scalars)
-        return call_backward(given, *scalars, backend)
-
-    def record_again(ctx: Any, *flat: Any) -> Any:
+    def _record_again(self, ctx: Any, *flat: Any) -> Any:
         given, scalars, backend = flat[-3:]
         ctx.save_for_backward(*given)
         ctx.scalars = scalars
-        return _flat(call_backward(given, *scalars, backend))
+        return _flat(self.backward.call(given, *scalars, backend))
 
-    def differentiate_again(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def _differentiate_again(self, ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         saved, scalars = ctx.saved_tensors, ctx.scalars
         places = [place for place in range(len(saved)) if ctx.needs_input_grad[place]]
 
         def first_order(*varied: Tensor) -> Any:
             tensors = dict(zip(places, varied, strict=True))
-            given = gradient_type(*[tensors.get(place, tensor) for place, tensor in enumerate(saved)])
-            return _flat(reference.backward(given, *scalars))
+            given = self.backward.tensors(*[tensors.get(place, tensor) for place, tensor in enumerate(saved)])
+            return _flat(self._reference.backward(given, *scalars))
 
         pullback: Any = torch.func.vjp(first_order, *[saved[place] for place in places])[1]
-        found = dict(zip(places, pullback(upstream[0] if backward.results is Tensor else upstream)))
+        found = dict(zip(places, pullback(upstream[0] if self.backward.results is Tensor else upstream)))
         return *(found.get(place) for place in range(len(saved))), None, None, None
-
-    name = "".join(word.capitalize() for word in forward.overload._opname.split("_")[:-1])
-    recorded = _function(name, record, differentiate)
-    recorded_again = _function(name, record_again, differentiate_again)
-    apply = dispatch.direct_apply(recorded)
-
-    def run(inputs: Any, spec: Any, backend: str) -> Any:
-        if dispatch.transformed():
-            dispatch.refuse_named_backend(backend)
-            return reference.forward(inputs, spec)
-        if not dispatch.recorded(inputs):
-            return call(inputs, spec, backend)
-        if torch.compiler.is_compiling():
-            flat = apply(*dispatch.distinct(inputs), *spec, backend)
-        else:
-            flat = apply(*inputs, inputs, spec, backend)
-        return flat if single else forward.unpacked(flat, inputs, spec)
-
-    def repeat(tensors: Sequence[Tensor | None], inputs: Any, spec: Any, backend: str) -> RepeatedCall | None:
-        if not (dispatch.undisturbed() and all(map(is_view, inputs, tensors))):
-            return None
-        launch = forward.prepare(inputs, spec, backend)
-        return None if launch is None else RepeatedCall(made, tensors, inputs, spec, backend, launch)
-
-    made = Differentiable(
-        run=run, repeat=repeat, forward=forward, backward=backward, save=save, outputs=outputs, constants=constants,
-        complete=complete, gradients=gradients, found_gradients=found_gradients,
-    )  # fmt: skip
-    return made
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """An `autograd.Function`."""
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    # torch.compile takes bound methods for class methods.
+    members = {
+        "forward": staticmethod(lambda ctx, *flat: forward(ctx, *flat)),
+        "backward": staticmethod(lambda ctx, *upstream: backward(ctx, *upstream)),
+    }
     return type(name, (torch.autograd.Function,), members)
 
 

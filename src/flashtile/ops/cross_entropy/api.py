@@ -14,7 +14,7 @@ from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.batch_invariance import MODE
 from flashtile.ops.common.memory import check_own_numbers
-from flashtile.ops.common.operators import OnBackend, differentiable, operator
+from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import Launch, call_table
 from flashtile.ops.common.rows import as_rows, compute_dtype
@@ -365,7 +365,7 @@ _inplace_backward = operator(
     writes="logits",
 )
 _formulas = SimpleNamespace(forward=reference.forward, backward=reference.differentiable_backward)
-_loss = differentiable(_forward, _backward, _formulas, _save, constants=1, complete=_complete)
-_loss_inplace = differentiable(
+_loss = Differentiable(_forward, _backward, _formulas, _save, constants=1, complete=_complete)
+_loss_inplace = Differentiable(
     _forward, _inplace_backward, _formulas, _save, constants=1, before=_check_unspent, complete=_spend
 )

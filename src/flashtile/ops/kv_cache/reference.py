@@ -34,7 +34,9 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             tree = tree[queries, :count][None] if call.cu_seqlens_q is not None else tree[sequence, None]
         keys = formulas.gathered(call.k_cache, call.descale_k, where, q.dtype)[None]
         values = formulas.gathered(call.v_cache, call.descale_v, where, q.dtype)[None]
-        own = {"sequences": slice(sequence, sequence + 1), "tree": tree}
-        result, result_lse = attend(q[queries][None], keys, values, call, spec, **own, backend="reference")
+        result, result_lse = attend(
+            q[queries][None], keys, values, call, spec, sequences=slice(sequence, sequence + 1), tree=tree,
+            backend="reference",
+        )  # fmt: skip
         out[queries], lse[:, queries] = result[0], result_lse[0]
     return formulas.shaped_results(call, out, lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_tensors, finite_float, raise_not_bool, resolve_dropout
-from flashtile.ops.common.operators import OnBackend, differentiable, operator
+from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows, next_dropout_seed
 from flashtile.ops.common.repeated import RepeatedCall, Run, call_table
@@ -341,7 +341,7 @@ def _input_gradients(found: Gradients, spec: NormSpec, wanted: Wanted) -> tuple[
     return dx0 if own else dsum, dresidual, dx1, *of_weights, None, dlayerscale
 
 
-_norm = differentiable(
+_norm = Differentiable(
     operator(
         "layer_norm_forward",
         Operands,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.memory import check_writable
-from flashtile.ops.common.operators import OnBackend, differentiable, operator
+from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.rows import last_contiguous
@@ -374,7 +374,7 @@ def _rotate_by_formula(rotation: Rotation, spec: RotarySpec) -> Tensor:
 
 _rotary_inplace = operator("rotary_", Rotation, (RotarySpec,), None, run=_on_backend(written="x"), writes="x").call
 #: The backward is the rotation the other way.
-_rotated = differentiable(
+_rotated = Differentiable(
     _rotary,
     _rotary,
     SimpleNamespace(forward=reference.rotate, backward=_rotate_by_formula),

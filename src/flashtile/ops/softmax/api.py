@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.operators import OnBackend, differentiable, operator
+from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.sizes import broadcasts
@@ -27,7 +27,7 @@ def _contiguous_scores(inputs: SoftmaxInputs) -> SoftmaxInputs:
     return inputs if x.is_contiguous() else SoftmaxInputs(x.contiguous(), mask)
 
 
-_softmax = differentiable(
+_softmax = Differentiable(
     operator(
         "softmax_forward",
         SoftmaxInputs,
