@@ -21,7 +21,11 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"logits": torch.ones(2, 3, 0)}, ValueError, "logits: expected a last dimension from 1 to"),
         ({"labels": [1]}, TypeError, "labels: expected a torch.Tensor, got list"),
         ({"labels": _LABELS.float()}, TypeError, "labels: expected dtype int64 or int32, got torch.float32"),
-        ({"labels": _LABELS[0]}, ValueError, "labels: expected the shape of logits without its last dimension, (2, 3)"),
+        (
+            {"labels": _LABELS[0]},
+            ValueError,
+            "labels: expected shape (2, 3), that of logits without its last dimension",
+        ),
         ({"labels": _LABELS.to("meta")}, ValueError, "labels: expected the device of logits, cpu, got meta"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing: expected a share from 0 to 1, got 1.5"),
         ({"label_smoothing": "1"}, TypeError, "label_smoothing: expected a float, got '1'"),

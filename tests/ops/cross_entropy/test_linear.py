@@ -304,7 +304,7 @@ _X, _WEIGHT, _LABELS = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3
         ({"weight": _WEIGHT.to("meta")}, ValueError, "weight: expected the device of x, cpu, got meta"),
         ({"bias": torch.ones(6)}, ValueError, "bias: expected shape (7,), the first dimension of weight, got (6,)"),
         ({"bias": torch.ones(7).half()}, TypeError, "bias: expected the dtype of x, torch.float32, got torch.float16"),
-        ({"labels": _LABELS[0]}, ValueError, "labels: expected the shape of x without its last dimension, (2, 3)"),
+        ({"labels": _LABELS[0]}, ValueError, "labels: expected shape (2, 3), that of x without its last dimension"),
         ({"reduction": "max"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'max'"),
         ({"backend": "x"}, ValueError, "backend: expected one of"),
     ],

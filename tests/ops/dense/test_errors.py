@@ -29,7 +29,7 @@ BAD_DENSE = [
     (ValueError, {"bias": zeros(4)}, "bias: expected shape (5,), one for each row", "got (4,)"),
     (TypeError, {"bias": zeros(5, dtype=_FP64)}, "bias: expected the dtype of x"),
     (TypeError, {"return_residual": 1}, "return_residual: expected True or False, got 1"),
-    (ValueError, {"main_grad": zeros(4, 5)}, "main_grad: expected the shape of its weight, (5, 4)"),
+    (ValueError, {"main_grad": zeros(4, 5)}, "main_grad: expected shape (5, 4), that of its weight"),
     (TypeError, {"main_grad": zeros(5, 4, dtype=_BF16)}, "main_grad: expected the dtype", "float32"),
     (ValueError, {"main_grad": zeros(5, 4, grad=True)}, "main_grad:", "no gradient", "detach"),
     (ValueError, {"main_grad": zeros(5, 4, device="meta")}, "main_grad: expected the device"),
@@ -57,7 +57,7 @@ BAD_MLPS = [
     (ValueError, {"checkpoint_level": 3}, "checkpoint_level: expected 0", "got 3"),
     (ValueError, {"checkpoint_level": True}, "checkpoint_level: expected 0", "got True"),
     (ValueError, {"checkpoint_level": 1.0}, "checkpoint_level: expected 0", "got 1.0"),
-    (ValueError, {"main_grad1": zeros(2, 6)}, "main_grad1: expected the shape of its weight, (6, 4)"),
+    (ValueError, {"main_grad1": zeros(2, 6)}, "main_grad1: expected shape (6, 4), that of its weight"),
     (ValueError, {"main_grad2": zeros(2, 6)}, "main_grad2: expected None for a weight"),
     (TypeError, {"return_residual": None}, "return_residual: expected True or False"),
     (ValueError, {"backend": ""}, "backend: expected one of"),
@@ -65,12 +65,12 @@ BAD_MLPS = [
 
 _WGRAD: dict[str, Any] = {"x": zeros(3, 4), "dout": zeros(3, 5)}
 BAD_WGRADS = [
-    (ValueError, {"dout": zeros(2, 5)}, "dout: expected the rows of x", "got (2, 5)"),
+    (ValueError, {"dout": zeros(2, 5)}, "dout: expected shape (3, 5), with the rows of x", "got (2, 5)"),
     (TypeError, {"dout": zeros(3, 5, dtype=_BF16)}, "dout: expected the dtype of x", "cast"),
     (ValueError, {"dout": zeros(3, 5, device="meta")}, "dout: expected the device of x"),
     (ValueError, {"x": zeros(3, 4, grad=True)}, "x: expected a tensor that wants no gradient", "no_grad"),
     (ValueError, {"dout": zeros(3, 5, grad=True)}, "dout: expected a tensor that wants no gradient"),
-    (ValueError, {"main_grad": zeros(4, 5)}, "main_grad: expected the shape of its weight, (5, 4)"),
+    (ValueError, {"main_grad": zeros(4, 5)}, "main_grad: expected shape (5, 4), that of its weight"),
     (TypeError, {"bias": 1}, "bias: expected True or False, got 1"),
     (ValueError, {"backend": "gpu"}, "backend: expected one of"),
 ]  # fmt: skip

@@ -254,7 +254,7 @@ BAD = {
     "cos-short": (ValueError, {"cos": _COS[:3], "sin": _SIN[:3]}, ("cos: expected at least 4 positions", "got 3")),
     "cos-device": (ValueError, {"cos": _META}, ("cos: expected the device of x, cpu, got meta",)),
     "cos-grad": (ValueError, {"cos": _COS.clone().requires_grad_()}, ("cos:", "no gradient", "detach")),
-    "sin-shape": (ValueError, {"sin": _SIN[1:]}, ("sin: expected the shape of cos, (32, 3), got (31, 3)",)),
+    "sin-shape": (ValueError, {"sin": _SIN[1:]}, ("sin: expected shape (32, 3), that of cos, got (31, 3)",)),
     "sin-dtype": (TypeError, {"sin": _SIN.float()}, ("sin: expected the dtype of cos", "cast one")),
     "offset": (ValueError, {"seqlen_offsets": 29}, ("cos: expected at least 33 positions, 4 rows from position 29",)),
     "offset-negative": (ValueError, {"seqlen_offsets": -1}, ("seqlen_offsets: expected at least 0, got -1",)),

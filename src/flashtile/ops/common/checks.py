@@ -61,6 +61,13 @@ def check_tensors(**tensors: Tensor) -> None:
             raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
 
 
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int], meaning: str, remedy: str = "reshape it") -> None:
+    """Checks that an argument is a tensor of a shape. `meaning`: what the shape is."""
+    check_tensors(**{name: tensor})
+    if differ(tuple(tensor.shape), tuple(shape)):
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, {meaning}, got {tuple(tensor.shape)}; {remedy}")
+
+
 def check_input(name: str, x: Tensor, shape: str, remedy: str, least: int = 1) -> None:
     """Checks the tensor that a call computes with: its dtype, and that it has at least so many dimensions."""
     check_tensors(**{name: x})
@@ -243,18 +250,13 @@ def check_dropout_seed(dropout_seed: Tensor) -> None:
     check_tensors(dropout_seed=dropout_seed)
     if dropout_seed.dtype is not torch.int64:
         raise TypeError(f"dropout_seed: expected dtype int64, got {dropout_seed.dtype}; {remedy}")
-    if dropout_seed.shape != (2,):
-        raise ValueError(f"dropout_seed: expected shape (2,), got {tuple(dropout_seed.shape)}; {remedy}")
+    check_shape("dropout_seed", dropout_seed, (2,), "a seed and an offset", remedy)
 
 
 def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, meaning: str, of: str = "q") -> None:
     """Checks shape, dtype and device of a vector of integers (lengths, offsets, row numbers), not its values."""
     check_index(name, lengths)
-    if differ(lengths.shape, (size,)):
-        raise ValueError(
-            f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}; it is a vector of integers, "
-            "not a mask"
-        )
+    check_shape(name, lengths, (size,), meaning, "it is a vector of integers, not a mask")
     check_device(name, lengths, device, of)
 
 
@@ -278,8 +280,7 @@ def check_tables(cos_name: str, cos: Tensor, sin_name: str, sin: Tensor, name: s
             f"{cos_name}: expected shape (positions, rotary_dim / 2) with rotary_dim up to the head_dim of {name}, "
             f"{x.shape[-1]}, got {tuple(cos.shape)}; a table has one column for each pair of elements"
         )
-    if sin.shape != cos.shape:
-        raise ValueError(f"{sin_name}: expected the shape of {cos_name}, {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    check_shape(sin_name, sin, cos.shape, f"that of {cos_name}", "make both tables at once")
     check_dtype(sin_name, sin, cos.dtype, cos_name)
 
 

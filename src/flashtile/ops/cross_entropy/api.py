@@ -18,7 +18,6 @@ from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import Launch, call_table
 from flashtile.ops.common.rows import as_rows, compute_dtype
-from flashtile.ops.common.sizes import differ
 from flashtile.ops.cross_entropy import linear
 from flashtile.ops.cross_entropy import spec as reference
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, LossInputs, LossUpstream, Results
@@ -238,10 +237,7 @@ def _check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, 
     checks.check_tensors(labels=labels)
     if labels.dtype not in checks.INDEX_DTYPES:
         raise TypeError(f"labels: expected dtype int64 or int32, got {labels.dtype}; they are class numbers, cast them")
-    if differ(labels.shape, shape):
-        raise ValueError(
-            f"labels: expected the shape of {of} without its last dimension, {tuple(shape)}, got {tuple(labels.shape)}"
-        )
+    checks.check_shape("labels", labels, shape, f"that of {of} without its last dimension")
     checks.check_device("labels", labels, device, of)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_input, check_like, check_tensors
+from flashtile.ops.common.checks import check_input, check_like, check_shape
 from flashtile.ops.common.flops import product_flops
 from flashtile.ops.common.operators import operator
 from flashtile.ops.common.rows import compute_dtype
@@ -249,11 +249,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     check_vocabulary("weight", "first dimension", weight.shape[0])
     if bias is not None:
-        check_tensors(bias=bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"bias: expected shape ({weight.shape[0]},), the first dimension of weight, got {tuple(bias.shape)}"
-            )
+        check_shape("bias", bias, weight.shape[:1], "the first dimension of weight")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_like(name, tensor, x, "x", "cast one, or use torch.autocast")

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from flashtile.ops.common import checks
 from flashtile.ops.common.rows import compute_dtype
-from flashtile.ops.common.sizes import differ
 
 #: Longest row that any backend takes.
 MAX_COLUMNS = 2**30
@@ -195,11 +194,7 @@ def resolve_class_weights(
     if class_weights.dtype not in (dtype, wide):
         raise TypeError(f"class_weights: expected dtype {wide} or {dtype}, got {class_weights.dtype}; cast it")
     checks.check_device("class_weights", class_weights, device, "the logits")
-    if differ(tuple(class_weights.shape), (vocabulary,)):
-        raise ValueError(
-            f"class_weights: expected shape ({vocabulary},), a weight for each class of the whole vocabulary, got "
-            f"{tuple(class_weights.shape)}"
-        )
+    checks.check_shape("class_weights", class_weights, (vocabulary,), "a weight for each class of the whole vocabulary")
     if torch.is_grad_enabled():
         checks.check_wants_no_gradient("class_weights", class_weights)
     class_weights = class_weights.to(wide)

@@ -12,7 +12,6 @@ from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table, expander
 from flashtile.ops.common.rows import as_rows
-from flashtile.ops.common.sizes import differ
 from flashtile.ops.dense.layers import Layers, run_layers, run_weight_gradient
 from flashtile.ops.dense.spec import ACTIVATIONS, NO_ACTIVATION, ActivationSpec
 
@@ -231,8 +230,7 @@ def linear_bias_wgrad(
     checks.check_input("x", x, *_FEATURES)
     checks.check_input("dout", dout, *_FEATURES)
     checks.check_like("dout", dout, x, "x")
-    if differ(dout.shape[:-1], x.shape[:-1]):
-        raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
+    checks.check_shape("dout", dout, (*x.shape[:-1], dout.shape[-1]), "with the rows of x")
     if torch.is_grad_enabled():
         for name, tensor in (("x", x), ("dout", dout)):
             checks.check_wants_no_gradient(name, tensor, remedy="detach it, or call under torch.no_grad()")
@@ -269,11 +267,7 @@ def _check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> No
     """Checks a vector over the rows of a weight."""
     if bias is None:
         return
-    checks.check_tensors(**{name: bias})
-    if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
-        raise ValueError(
-            f"{name}: expected shape ({weight.shape[0]},), one for each row of its weight, got {tuple(bias.shape)}"
-        )
+    checks.check_shape(name, bias, weight.shape[:1], "one for each row of its weight")
     checks.check_like(name, bias, x, "x", _CAST)
 
 
@@ -293,10 +287,8 @@ def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...]
     """Checks a buffer that takes the gradient of a weight of `shape`, in products of x's dtype."""
     if main_grad is None:
         return
-    checks.check_tensors(**{name: main_grad})
+    checks.check_shape(name, main_grad, shape, "that of its weight", "make the buffer of that shape")
     checks.check_device(name, main_grad, x.device, "x")
-    if main_grad.shape != shape:
-        raise ValueError(f"{name}: expected the shape of its weight, {tuple(shape)}, got {tuple(main_grad.shape)}")
     if main_grad.dtype is not x.dtype and (main_grad.dtype is not torch.float32 or x.dtype is torch.float64):
         raise TypeError(
             f"{name}: expected the dtype of the products, {x.dtype}, or float32 for narrower ones, got "

@@ -25,22 +25,18 @@ def check_like(name: str, tensor: Tensor | None, x: Tensor, of: str, shape: tupl
     """Checks shape and device of a tensor beside x, and that float64 does not meet narrower types."""
     if tensor is None:
         return
-    checks.check_tensors(**{name: tensor})
+    checks.check_shape(name, tensor, shape, meaning, "expand or reshape it")
     checks.check_float_dtype(name, tensor.dtype)
     checks.check_device(name, tensor, x.device, of)
     if (tensor.dtype is torch.float64) is not (x.dtype is torch.float64):
         raise TypeError(
             f"{name}: expected float64 exactly where {of} is, got {tensor.dtype} with {x.dtype}; cast one of them"
         )
-    if differ(tensor.shape, shape):
-        raise ValueError(
-            f"{name}: expected shape {tuple(shape)}{meaning}, got {tuple(tensor.shape)}; expand or reshape it"
-        )
 
 
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor, of: str) -> None:
     """Checks a vector over the normalised dimension."""
-    check_like(name, parameter, x, of, x.shape[-1:], f", the last dimension of {of}")
+    check_like(name, parameter, x, of, x.shape[-1:], f"the last dimension of {of}")
 
 
 def resolve_out_rows(out_subset: Tensor | None, out_numrows: int, rows: int) -> int:
@@ -87,8 +83,8 @@ def check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
             f"out_subset: expected {rows} numbers, one for each row of the sum, got {operands.out_subset.numel()} "
             f"in shape {tuple(operands.out_subset.shape)}"
         )
-    check_like("residual", operands.residual, x0, "x0", shape, "")
-    check_like("x1", operands.x1, x0, "x0", shape, "")
+    check_like("residual", operands.residual, x0, "x0", shape, "that of the sum")
+    check_like("x1", operands.x1, x0, "x0", shape, "that of the sum")
     if operands.x1 is not None:
         checks.check_dtype("x1", operands.x1, x0.dtype, "x0")
         changed = None if rowscale_const == 1.0 else rowscale_const
@@ -100,7 +96,7 @@ def check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
         check_parameter(name, getattr(operands, name), x0, "x0")
     if operands.bias1 is not None and operands.weight1 is None:
         raise ValueError("bias1: expected None without weight1, got a tensor; give weight1 for a second output")
-    check_like("rowscale", rowscale, x0, "x0", x0.shape[:-1], ", one factor for each row of x0")
+    check_like("rowscale", rowscale, x0, "x0", x0.shape[:-1], "one factor for each row of x0")
     if rowscale is not None:
         checks.check_wants_no_gradient("rowscale", rowscale, remedy="multiply x0 by it before the call, or detach it")
     return shape

@@ -128,12 +128,8 @@ def _check_state(state: OnlineSoftmax, scores: Tensor, shape: tuple[int, ...], d
     if not isinstance(state, OnlineSoftmax):
         raise TypeError(f"state: expected an OnlineSoftmax or None, got {type(state).__name__}; begin with None")
     for name, tensor, expected in zip(state._fields, state, (scores.shape[:-1], scores.shape[:-1], shape)):
-        checks.check_tensors(**{f"state.{name}": tensor})
-        if differ(tensor.shape, expected):
-            raise ValueError(
-                f"state.{name}: expected shape {tuple(expected)}, that of these scores and values, got "
-                f"{tuple(tensor.shape)}; pass what online_softmax returned for the same rows, and begin with None"
-            )
+        remedy = "pass what online_softmax returned for the same rows, and begin with None"
+        checks.check_shape(f"state.{name}", tensor, expected, "that of these scores and values", remedy)
         if tensor.dtype is not dtype:
             raise TypeError(
                 f"state.{name}: expected {dtype}, in which {scores.dtype} is computed, got {tensor.dtype}; begin with "
