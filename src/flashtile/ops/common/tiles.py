@@ -62,6 +62,12 @@ class RowTile(NamedTuple):
         """Whether a row takes several tiles."""
         return width > self.block_n
 
+    def staged(self, device: DeviceFacts, in_flight: int, beside: int) -> RowTile:
+        """As many stages as fit. Tiles in flight, each of so many bytes, wait in shared memory, those of all programs
+        on a multiprocessor together, `beside` other bytes of each program."""
+        room = device.shared_memory // self.programs_per_multiprocessor - beside
+        return self._replace(num_stages=max(1, min(self.num_stages, 1 + room // in_flight)))
+
     def narrowed(self, width: int) -> RowTile:
         """As many elements in tiles that are no wider than rows of `width` need."""
         block_n = min(self.block_n, max(16, 1 << (width - 1).bit_length()))

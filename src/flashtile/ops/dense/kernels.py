@@ -206,11 +206,9 @@ def activate_config(width: int, device: DeviceFacts) -> RowTile:
 def backward_config(width: int, gated: bool, bytes_per_column: int, device: DeviceFacts) -> RowTile:
     """The cut of a kernel that sums over rows of `width` columns, each of `bytes_per_column` to load."""
     config = (_BACKWARD_GATED if gated else _BACKWARD).narrowed(width).on(device)
-    # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together; beside them warps
-    # exchange their sums.
+    # Beside the tiles in flight warps exchange their sums.
     tile = config.rows * config.block_n
-    room = device.shared_memory // config.programs_per_multiprocessor - 4 * tile
-    return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // (tile * bytes_per_column))))
+    return config.staged(device, tile * bytes_per_column, 4 * tile)
 
 
 @launched(Tensor)

@@ -559,12 +559,11 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
     if table is _BACKWARD_HEAVY and sums <= 3:
         table = (*table[:-1], (8192, _HEAVY_WHOLE), table[-1])
     config = row_tile(table, width, device)
-    # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together, in a loop with partial
-    # sums and parameters of their columns. Beside them warps exchange sums of rows and what lies in other threads.
+    # In a loop partial sums and parameters of their columns are in flight too. Beside them warps exchange sums of rows
+    # and what lies in other threads.
     tile, looped = config.rows * config.block_n, config.looped(width)
     in_flight = tile * bytes_per_column + (4 * config.block_n * (sums + (sums + 1) // 2) if looped else 0)
-    room = device.shared_memory // config.programs_per_multiprocessor - (4 * tile if looped else 4096)
-    return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // in_flight)))
+    return config.staged(device, in_flight, 4 * tile if looped else 4096)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
