@@ -68,7 +68,7 @@ def launched(monkeypatch):
     _LAUNCHED.clear()
 
     def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], _: Any) -> Callable[..., None]:
-        types = source.present_types
+        types = [of for of in source.types if of != "constexpr"]
         of_plan = [value for value, of in zip(scalars, source.types[-len(scalars) :]) if of != "constexpr"]
 
         def launch(*given: Any) -> None:

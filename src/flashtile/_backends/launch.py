@@ -174,11 +174,6 @@ class KernelSource(NamedTuple):
         constants = set(self.constant_names)
         return {name: _nested(groups.get(name), rest) for name in self.function.arg_names if name not in constants}
 
-    @property
-    def present_types(self) -> list[str]:
-        """Types of the run-time parameters that launches pass on: all but those that are compiled away."""
-        return [of for of in self.types if of != "constexpr"]
-
 
 #: Describes a parameter that is a NamedTuple: the same NamedTuple of parameters, of values that are constants, and of
 #: descriptions like this one.

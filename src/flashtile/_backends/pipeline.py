@@ -183,12 +183,6 @@ class Pipeline:
         self.run: Callable[..., list[Tensor]] = _runner(allocator(layouts, device), filled, self.scratch, steps, device)
         self.on = _on_tensors(self.run, len(self.outputs))
 
-    def scratch_part(self, made: Sequence[Tensor], name: str) -> Tensor | None:
-        """A part of the scratch buffer of a run, as float32; None if the pass does not have it."""
-        if self.scratch is None or name not in self.scratch.parts:
-            return None
-        return self.scratch.part(made[-1], name)
-
 
 def launched(
     results: type | None, addresses: Callable[[Any], Hashable] = lambda tensors: misalignment(*tensors)

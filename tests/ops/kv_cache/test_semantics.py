@@ -622,7 +622,11 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {**_ROTARY, "rotary_cos": torch.ones(24, 5), "rotary_sin": torch.ones(24, 5)},
         "rotary_cos: expected shape (positions, rotary_dim / 2)",
     ),
-    "rotary-shape": (ValueError, {**_ROTARY, "rotary_sin": _SIN[1:]}, "rotary_sin: expected shape (24, 4), that of rotary_cos"),
+    "rotary-shape": (
+        ValueError,
+        {**_ROTARY, "rotary_sin": _SIN[1:]},
+        "rotary_sin: expected shape (24, 4), that of rotary_cos",
+    ),
     "rotary-dtype": (TypeError, {**_ROTARY, "rotary_sin": _SIN.half()}, "rotary_sin: expected the dtype of rotary_c"),
     "rotary-short": (
         ValueError,

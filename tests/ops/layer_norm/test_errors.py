@@ -58,7 +58,10 @@ BAD_SUMS = [
     (ValueError, {"x0_subset": numbers(1, 4)}, "x0_subset: expected numbers from 1 to 3", "got 4"),
     (ValueError, {"x0_subset": numbers(-1, 0)}, "x0_subset:", "got -1"),
     (ValueError, {"x0_subset": numbers(2, 2)}, "x0_subset: expected each row at most once", "row 2"),
-    (ValueError, {"x0_subset": numbers(1, 2), "residual": zeros(3, 8)}, "residual: expected shape (2, 8), that of the sum, got (3, 8)"),
+    (
+        ValueError, {"x0_subset": numbers(1, 2), "residual": zeros(3, 8)}, "residual: expected shape (2, 8), that of",
+        "got (3, 8)",
+    ),
     (ValueError, {"out_subset": numbers(1, 2)}, "out_subset: expected 3 numbers", "got 2"),
     (ValueError, {"out_subset": numbers(1, 0, 2), "out_numrows": 1}, "out_subset: expected", "got 2"),
     (ValueError, {"out_numrows": 2}, "out_numrows: expected 0 without out_subset, got 2"),
