@@ -129,7 +129,8 @@ _ZERO_IS_ABSENT = ("dropout_p", "softcap")
 NOTHING = "plain"
 
 OPERATIONS = {
-    "attention": "Attention", "attention-host": "Host time", "attention-breakdown": "Standard attention, step by step",
+    "attention": "Attention", "attention-eager": "Attention, launched by the host", "attention-host": "Host time",
+    "attention-breakdown": "Standard attention, step by step",
     "attention-io": "Traffic", "attention-tiles": "Attention with other tiles",
     "attention-first-call": "First call in a new process", "context-parallel": "Attention over several GPUs",
     "decode": "Decoding", "serving": "Serving", "copy": "Copy", "layer_norm": "Layer norm", "rms_norm": "RMS norm",
