@@ -219,13 +219,9 @@ def bench_distributed(
 def _chosen(cases: Sequence[ParallelCase], lengths: Sequence[int], mask: str) -> list[ParallelCase]:
     """The cases of some lengths and masks."""
     (causal,) = select_named("--mask", [mask], MASKS, "this benchmark")
-    known = sorted({case.S for case in cases})
-    unknown = sorted(set(lengths) - set(known))
-    if unknown:
-        raise UserError(
-            f"--lengths: expected some of the table's, {', '.join(map(str, known))}, got {', '.join(map(str, unknown))}"
-        )
-    return [case for case in cases if case.causal in causal and (not lengths or case.S in lengths)]
+    known = {str(case.S): case.S for case in cases}
+    chosen = select_named("--lengths", map(str, lengths), known, "this benchmark") or known.values()
+    return [case for case in cases if case.causal in causal and case.S in chosen]
 
 
 #: A profile is of so many calls at most, and of about so many milliseconds; there is none of a call that takes longer.

@@ -116,33 +116,20 @@ def record_part(named: Named) -> Part:
 
 def _lines(points: Iterable[tuple[str, str, float, float]], x_label: str, unit: str, **options: Any) -> list[LineChart]:
     """Charts of points, each with the title of its chart, the name of its line, x and y."""
-    return [
-        LineChart(
-            title,
-            tuple(
-                Series(name, tuple(sorted((x, y) for *_, x, y in of_name)))
-                for name, of_name in grouped(of_title, lambda point: point[1]).items()
-            ),
-            x_label,
-            unit,
-            **options,
-        )
-        for title, of_title in grouped(points, lambda point: point[0]).items()
-    ]
+    charts = []
+    for title, of_title in grouped(points, lambda point: point[0]).items():
+        lines = grouped(of_title, lambda point: point[1])
+        series = (Series(name, tuple(sorted((x, y) for *_, x, y in of_line))) for name, of_line in lines.items())
+        charts.append(LineChart(title, tuple(series), x_label, unit, **options))
+    return charts
 
 
 def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[LineChart]:
     """A chart of each family of some rows, with a line for each implementation."""
-    several = len({row["op"] for row in rows}) > 1
-    points = (
-        (
-            f"{_title(row['op'] if several else None, row['phase'], label)}: {unit}",
-            row["impl"],
-            row["case"]["S"],
-            row[key],
-        )
-        for label, row in _labelled(rows, said)
-    )
+    several, points = len({row["op"] for row in rows}) > 1, []
+    for label, row in _labelled(rows, said):
+        title = f"{_title(row['op'] if several else None, row['phase'], label)}: {unit}"
+        points.append((title, row["impl"], row["case"]["S"], row[key]))
     return _lines(points, _LENGTH, unit, logarithmic=unit == "ms")
 
 
@@ -189,14 +176,10 @@ def grids(rows: Rows) -> tuple[list[Table], set[str]]:
     for label, pairs in zip(words.case_labels(cases), full):
         where = "in one piece" if label == words.NOTHING else label
         title = f"Chunks of prompts, {where}: TFLOP/s (share of the same without a cache)"
-        cells = (
-            (
-                [f"{row['case']['Sq']:,}"],
-                f"{row['case']['S']:,}",
-                f"{figure(row['tflops'])} ({other['ms'] / row['ms']:.2f})",
-            )
-            for row, other in pairs
-        )
+        cells = []
+        for row, other in pairs:
+            speed = f"{figure(row['tflops'])} ({other['ms'] / row['ms']:.2f})"
+            cells.append(([f"{row['case']['Sq']:,}"], f"{row['case']['S']:,}", speed))
         tables.append(pivot(title, ["queries over rows in use"], cells))
     return tables, {case_key(row) for pairs in full for row, _ in pairs}
 
@@ -239,8 +222,6 @@ def _table(title: str, rows: Rows, unit: str, said: Facets) -> Table:
 class Family:
     """Rows of one phase whose cases differ in the length alone, and in the batch that goes with it."""
 
-    op: str
-    phase: str
     case: dict[str, Any]
     rows: tuple[Row, ...]
 
@@ -258,8 +239,7 @@ def group_families(rows: Rows) -> tuple[list[Family], list[Row]]:
         if len({row["case"]["S"] for row in members}) < _LEAST_LENGTHS:
             rest += members
         else:
-            first = members[0]
-            families.append(Family(first["op"], first["phase"], _without_length(first["case"]), tuple(members)))
+            families.append(Family(_without_length(members[0]["case"]), tuple(members)))
     return families, rest
 
 
