@@ -682,7 +682,7 @@ _DIVISIONS = [
     (1, 8192, 8192, 8, 1, 128, _CAUSAL, 4, None, None),  # 64 walks
     (1, 8192, 8192, 8, 1, 128, {}, 2, None, None), (1, 8192, 8192, 1, 1, 128, _WINDOW, 1, None, None),
     (1, 8192, 8192, 8, 1, 128, _WINDOW, 2, None, None),
-    (1, 8192, 8192, 2, 1, 128, {**_CAUSAL, "window_left": 49}, 1, None, None),  # too short
+    (1, 8192, 8192, 2, 1, 128, {**_CAUSAL, "window_left": 49}, 2, None, None),
     (1, 8192, 8192, 8, 1, 128, {**_CAUSAL, "window_left": 999}, 2, None, None),
     (1, 8192, 8192, 8, 1, 128, _DETERMINISTIC, 4, None, None),
     (1, 1024, 1024, 12, 1, 128, _CAUSAL, 12, None, None),  # 8 walks

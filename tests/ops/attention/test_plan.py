@@ -183,16 +183,16 @@ def test_strides_of_dimensions_of_one_do_not_count(kernel):
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_sizes_and_windows_are_run_time_arguments(kernel):
-    call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
+    call = Call(batch=300, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
     given = passed_by(plan(kernel, _HOPPER, call).kernel)
     names = ("batch", "heads", "group", "rows_q", "rows_k", "window.left", "window.right")
-    assert [given[name] for name in names] == [3, 6, 3, 100, 200, 2**29, 7]
+    assert [given[name] for name in names] == [300, 6, 3, 100, 200, 2**29, 7]
     assert given.get("shares") == (1 if kernel == "dkdv" else None)
 
 
 @pytest.mark.parametrize(
     "batch, seq, heads, heads_kv, window_right, shares",
-    [(1, 4096, 8, 1, 0, 4), (1, 4096, 8, 1, None, 2), (4, 4096, 64, 8, 0, 1), (1, 128, 2, 1, 0, 1)],
+    [(1, 4096, 8, 1, 0, 4), (1, 4096, 8, 1, None, 2), (4, 4096, 64, 8, 0, 1), (1, 128, 2, 1, 0, 2)],
 )
 def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     batch, seq, heads, heads_kv, window_right, shares
@@ -224,7 +224,8 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
         (12, 8, 100, True, 12),
         (7, 8, 100, True, 7),
         (1, 8, 100, True, 1),
-        (8, 8, 1, True, 1),  # too short
+        (8, 8, 1, True, 8),  # each has a multiprocessor for itself
+        (2, 8, 2, True, 1),  # too short
     ],
 )
 def test_into_how_many_shares_heads_are_divided(group, walks, query_tiles, uneven, shares):
@@ -244,7 +245,8 @@ def test_heads_are_divided_for_the_last_line():
         (40, 32, 1, 3),
         (10, 32, 1, 11),
         (80, 8, 1, 1),
-        (64, 16, 1, 1),  # adding up takes as long as half of the walk
+        (64, 4, 1, 1),  # adding up takes as long as half of the walk
+        (64, 16, 1, 2),
         (1, 128, 8, 128),
         (4, 8, 7, 8),
         (200, 128, 1, 3),  # two rounds, of which the second is half empty

@@ -262,11 +262,14 @@ def _fit(kernel: KernelName, tiles: TileConfig, key: TileKey, limit: int) -> Til
 # Shares and parts of the work for dk and dv
 
 #: Work that takes as long as so many steps: the beginning and the end of a walk; storing and adding its part of dk
-#: and dv; adding up all parts, with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries
-#: on 77 keys, 10 heads of 64, 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256
-#: keys, 8 heads of 128, 92.5 (8) and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2. 8 × 128 tokens,
-#: causal, 32 and 8 heads of 128, 40 (4 shares) and 33; 12 × 253, 8 and 1 of 64, 31 (8) and 50.
-_STEPS_OF_A_WALK, _STEPS_OF_A_PART, _STEPS_OF_A_SUM = 2, 2, 8
+#: and dv; adding up all parts. Microseconds of a backward in parts, and whole: 4 × 4,096 queries on 77 keys, 10 heads
+#: of 64, 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256 keys, 8 heads of 128,
+#: 92.5 (8) and 271; 12 × 253 tokens, 8 and 1 heads of 64, 31 (8 shares) and 50.
+_STEPS_OF_A_WALK, _STEPS_OF_A_PART, _STEPS_OF_A_SUM = 2, 2, 5
+#: The last two where each part has a multiprocessor for itself, and memory is not busy. Microseconds in a CUDA graph on
+#: an H200, with 1, 2 and 4 shares: 179 tokens, 12 and 3 heads of 128, 32, 24, 20; 320, 12 and 3 of 64, 35, 25, 20;
+#: 4 × 128, 32 and 8 of 128, 27, 22, 20; 64, 32 and 4 of 128, 25, 19, 16.
+_STEPS_OF_A_LONE_PART, _STEPS_OF_A_SMALL_SUM = 1, 2
 
 #: The walks may take so many times as long as with the best division if they have fewer shares, or fewer parts of
 #: queries, because parts of dk and dv take memory. Parts of queries have been timed where there are fewer walks than
@@ -306,7 +309,7 @@ def choose_shares(
     def time(shares: int) -> float:
         """In steps, about. Uneven walks are half as long as the longest in the mean. The longest come first, so all end
         together, or the longest one of the last lines ends after the others."""
-        longest, beside, summing = query_tiles * group / shares, *_steps_beside(shares)
+        longest, beside, summing = query_tiles * group / shares, *_steps_beside(shares, walks, multiprocessors)
         if not uneven:
             return -(-walks * shares // multiprocessors) * (longest + beside) + summing
         a_walk = (longest / 2 + beside) / multiprocessors
@@ -329,7 +332,7 @@ def choose_parts(walks: int, query_tiles: int, group: int, multiprocessors: int)
 
     def time(parts: int) -> int:
         """In steps, about."""
-        longest, beside, summing = -(-query_tiles // parts) * group, *_steps_beside(parts)
+        longest, beside, summing = -(-query_tiles // parts) * group, *_steps_beside(parts, walks, multiprocessors)
         return -(-walks * parts // multiprocessors) * (longest + beside) + summing
 
     most = max(multiprocessors // walks, min(_MOST_PARTS, query_tiles))
@@ -343,6 +346,10 @@ def _fewest(choices: Iterable[int], time: Callable[[int], float], nearly_best: f
     return next(choice for choice, taken in times.items() if taken <= most)
 
 
-def _steps_beside(parts: int) -> tuple[int, int]:
+def _steps_beside(parts: int, walks: int, multiprocessors: int) -> tuple[int, int]:
     """Other work in steps, if dk and dv are sums of so many parts: with each walk, and once."""
-    return (_STEPS_OF_A_WALK + _STEPS_OF_A_PART, _STEPS_OF_A_SUM) if parts > 1 else (_STEPS_OF_A_WALK, 0)
+    if parts == 1:
+        return _STEPS_OF_A_WALK, 0
+    if walks * parts <= multiprocessors:
+        return _STEPS_OF_A_WALK + _STEPS_OF_A_LONE_PART, _STEPS_OF_A_SMALL_SUM
+    return _STEPS_OF_A_WALK + _STEPS_OF_A_PART, _STEPS_OF_A_SUM
