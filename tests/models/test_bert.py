@@ -63,13 +63,6 @@ def test_dropout_in_training_only():
 
 
 @pytest.mark.slow
-def test_compiles_whole():
-    model, (tokens, _, segments) = make(config=replace(SMALL, layers=1), dtype=torch.float32), batch()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(tokens, None, segments), model(tokens, None, segments))
-
-
-@pytest.mark.slow
 def test_with_the_number_of_kept_tokens_a_masked_batch_is_one_graph():
     """Nothing then waits for the GPU, with dropout neither."""
     model, (tokens, mask, segments) = make(config=replace(SMALL, layers=1), dtype=torch.float32), batch()

@@ -42,12 +42,6 @@ def test_flashtile_and_plain_give_the_same_loss_and_gradients(dtype):
         assert_close(name, actual[name], oracle, eager[name])
 
 
-def test_plain_attention_is_the_reference():
-    q, k, v = (torch.randn(2, 9, 3, 8, dtype=torch.float64) for _ in range(3))
-    expected = flashtile.attention(q, k, v, causal=True, backend="reference")
-    assert_same(plain_attention(q, k, v), expected)
-
-
 @pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
 def test_styles_compile_whole_and_are_the_same(config):
     model = make(None, replace(config, layers=1))
