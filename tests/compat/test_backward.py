@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import flashtile
 from flashtile.testing import assert_close
 from support.attention.compat_cases import (
     CALLS,
@@ -92,6 +93,23 @@ def test_dropout_of_the_forward(device, dtype):
     check(grads, lambda q, k, v: attention_by_definition(q, k, v, meaning, kept)[0], (q, q, q), dout)
     with pytest.raises(ValueError, match="rng_state"):
         interface._flash_attn_backward(dout, q, q, q, out, lse, *grads, p, *call, False)
+
+
+def test_one_split_of_version_1_asks_for_the_same_gradients_in_every_run(monkeypatch):
+    asked, ours = [], flashtile.attention_backward
+
+    def watched(*tensors, **options):
+        asked.append(options["deterministic"])
+        return ours(*tensors, **options)
+
+    monkeypatch.setattr(flashtile, "attention_backward", watched)
+    q, ends = normal(17, 2, 16).float(), cumulative(LENGTHS_Q)
+    rest = (ends, ends, 9, 9, 0.0, 0.3, False)
+    out, lse, *_ = interface_v1._flash_attn_forward(q, q, q, torch.empty_like(q), *rest, False)
+    for splits in (0, 1):
+        grads = [torch.empty_like(q) for _ in range(3)]
+        interface_v1._flash_attn_backward(q, q, q, q, out, lse, *grads, *rest, num_splits=splits)
+    assert asked == [False, True]
 
 
 def test_buffers():
