@@ -306,6 +306,17 @@ def _converted(found: re.Match, dtype: Any, x: Value) -> Value:
     return x.to(dtype)
 
 
+def _widened(found: re.Match, dtype: Any, words: Value, factor: Any = None) -> tuple[Value, ...]:
+    """Four numbers of 8 bits in each word as two pairs of 16, which are words too."""
+    kinds = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    numbers = words.data.contiguous().view(kinds.get(found["kind"] or "", torch.int8)).float()
+    numbers = numbers.view(*words.shape, 4)
+    if factor is not None:
+        numbers = numbers * factor.data[..., None]
+    pairs = numbers.to(torch.bfloat16 if found["wide"] == "bf16" else torch.float16).view(torch.int32)
+    return tuple(Value(half, int32) for half in pairs.unbind(-1))
+
+
 def _same(found: re.Match, dtype: Any, x: Value) -> Value:
     return x
 
@@ -376,6 +387,7 @@ def _take_number(found: re.Match, dtype: Any, counter: Value) -> Value:
 
 
 _INSTRUCTIONS = {
+    r"(?s)(cvt\.rn\.f16x2\.(?P<kind>e\dm\d)x2|xor\.b32 all).*cvt\.rn\.(?P<wide>b?f16)x2\.f32": _widened,
     r"tanh\.approx\.f32": _tanh,
     r"rcp\.approx\.ftz\.f32": _reciprocal,
     r"fma\.rn\.f32": _multiplied_and_added,

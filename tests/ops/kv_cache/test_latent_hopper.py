@@ -52,7 +52,7 @@ class Case(NamedTuple):
     spread: float = 1.0  # of the queries
     left: tuple[int, ...] | None = None
     tree: bool = False
-    cache_dtype: torch.dtype | None = None  # of 8 bits; rows are gathered
+    cache_dtype: torch.dtype | None = None  # of 8 bits
     factors: str | None = None  # of "rows", "pages" or "heads", those of values others
 
 
@@ -84,6 +84,23 @@ _CASES = {
         lengths=(200, 75),
         left=(67, 75),
         page_size=24,
+    ),
+    "fp8 rows, gathered": Case(
+        cache_dtype=torch.float8_e4m3fn,
+        factors="rows",
+        head_dim=520,
+        lengths=(100, 33),
+        page_size=7,
+    ),
+    "int8, tree": Case(
+        cache_dtype=torch.int8,
+        factors="rows",
+        queries=(5, 1, 9),
+        lengths=(130, 33, 66),
+        page_size=1,
+        heads=24,
+        causal=False,
+        tree=True,
     ),
     "pages of 1": Case(lengths=(130, 70), page_size=1, heads=64, seq_q=3),
     "pages of 12": Case(queries=(5, 0, 9), lengths=(100, 33, 64), page_size=12, dtype=torch.float16),
@@ -175,6 +192,7 @@ def _call(
 def test_results_on_the_emulated_machine(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable kernel that gathers is not there."""
     monkeypatch.setattr(backend, "_GATHERED_BYTES", math.inf)
+    monkeypatch.setattr(backend, "_WIDENED_TILES", 3)
     call, spec = _inputs(_CASES[name])
     emulated = EmulatedHopper(multiprocessors=3, seed=seed)
     indices = (
@@ -204,7 +222,7 @@ def test_results_on_the_emulated_machine(name: str, seed: int, monkeypatch: pyte
     )  # fmt: skip
     assert latent_unsupported_reason(described, _SM_90) is None
     rows = [call.k_cache]
-    if backend.is_gathered(described):
+    if backend.gathers_latent(described):
         sequences = backend.gathered_sequences(described, 1)
         planned = gather.plan_gather(described, 1, sequences, torch.device("cpu"), keys_alone=True)
         rows, indices, factors = gathered_rows(planned, described, 1, rows, indices, factors, 0)
@@ -279,8 +297,7 @@ def test_served(call: SplitCall) -> None:
         ({"shape": (64, 1, 16, 1, 512, 512)}, "520 to 576 columns with 512 of values, not 512 with 512"),
         ({"shape": (64, 1, 16, 1, 576, 256)}, "not 576 with 256"),
         ({"dtype": torch.float32}, "16-bit"),
-        ({"cache_dtype": torch.int8}, "the portable kernel reads fewer bytes"),
-        ({**_MANY, "cache_dtype": torch.int8, "capacity": 16384}, "up to 1024 MiB"),
+        ({"page_size": 1, "capacity": 16384}, "up to 1024 MiB"),
         ({**_MANY, **_FP8_ROWS, "one_factor": False}, "factors of rows are those of keys and values"),
         ({**_MANY, **_FP8_ROWS, "dtype": torch.float16}, "may leave the range of float16"),
         ({"window_left": 5}, "no window"),
@@ -291,7 +308,10 @@ def test_served(call: SplitCall) -> None:
         ({"misalignment": 8}, "multiples of 16 bytes"),
         ({"strides": ((16 * 600, 16 * 600, 600), *_DECODE.strides[1:])}, "contiguous"),
         ({"strides": (_DECODE.strides[0], *[(4096 * 576 + 8, 576, 0)] * 2)}, "multiples of a row"),
-        ({"page_size": 12, "cache_dtype": torch.int8}, "the portable kernel reads fewer bytes"),
+        (
+            {"strides": (_DECODE.strides[0], *[(4096 * 584, 584, 0)] * 2), "cache_dtype": torch.int8},
+            "the portable kernel reads fewer bytes",
+        ),
     ],
 )
 def test_not_served(change: dict[str, Any], reason: str) -> None:
@@ -329,25 +349,34 @@ def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatc
     assert (plans["attend"].programs, combine and combine.scalars[-1]) == (programs, splits)
 
 
-_GATHERED = _DECODE._replace(cache_dtype=torch.int8, descale_strides=((0, 0, 0),) * 2)
+#: Of 8 bits, with one factor or those of rows.
+_INT8, _FP8, _E5M2 = (
+    call._replace(cache_dtype=dtype, descale_strides=(strides,) * 2)
+    for call, dtype, strides in (
+        (_CHUNKS, torch.int8, (0, 0, 0)),
+        (_DECODE, torch.float8_e4m3fn, (4096, 1, 1)),
+        (_TREE, torch.float8_e5m2, (0, 0, 0)),
+    )
+)
 
 
 @pytest.mark.parametrize(
-    "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE, _GATHERED],
-    ids=["decode", "paged", "chunks", "padded", "tree", "gathered"],
+    "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE, _INT8, _FP8, _E5M2],
+    ids=["decode", "paged", "chunks", "padded", "tree", "int8, gathered", "fp8", "e5m2"],
 )  # fmt: skip
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend.is_gathered(call):
+    if backend.gathers_latent(call):
         monkeypatch.setattr(gather, "multiprocessors", lambda _: 132)
         planned = gather.plan_gather(call, 1, 64, torch.device("cpu"), keys_alone=True)
         check_code(planned.pipeline.plans["gather"].source, "sm_90", check_fit, _SM_90.shared_memory)
         call = planned.call
     source = _plans(call, monkeypatch)["attend"].source
-    check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
+    # Scores have fewer registers where a warpgroup loads.
+    check_code(source, "sm_90", _check_latent, _SM_90.shared_memory, 112 if call.cache_itemsize == 1 else 0)
 
 
-def _check_latent(binary: Binary, shared_memory: int) -> None:
-    check_fit(binary, shared_memory)
+def _check_latent(binary: Binary, shared_memory: int, spilled: int) -> None:
+    check_fit(binary, shared_memory, spilled)
     check_products(binary)
     check_barriers(binary)
 
@@ -403,6 +432,7 @@ def test_gpu_changes(change: dict[str, Any], dtype: torch.dtype, latent_plans: l
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("page_size", [None, 1, 12, 64], ids=str)
+@pytest.mark.parametrize("widened_tiles", [0, 10**6], ids=["gathered", "widened"])
 @pytest.mark.parametrize(
     "change",
     [{"cache_dtype": torch.float8_e4m3fn, "factors": "rows", "heads": 128},
@@ -412,10 +442,12 @@ def test_gpu_changes(change: dict[str, Any], dtype: torch.dtype, latent_plans: l
      {"heads": 128, "queries": (5, 300, 1, 0)}],
     ids=["fp8", "float16", "e5m2", "int8", "16 bits"],
 )  # fmt: skip
-def test_gpu_gathered(
-    change: dict[str, Any], page_size: int | None, latent_plans: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_of_8_bits_and_small_pages(
+    change: dict[str, Any], widened_tiles: int, page_size: int | None, latent_plans: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(backend, "_GATHERED_BYTES", math.inf)
+    monkeypatch.setattr(backend, "_WIDENED_TILES", widened_tiles)
     clear_plans()
     check(replace(_GPU, page_size=page_size, **change), "triton", "cuda")
     assert set(latent_plans) == {True}

@@ -33,6 +33,9 @@ _GATHERED_FROM, _WORKSPACE = 64, 2**30
 #: H200, a token for each of 32 sequences of 8,192 rows, 16 heads: 242 µs, portable 269, with 1.6 times the bytes (pages
 #: of 1); 205 and 187 with 2.6 (8 bits).
 _PORTABLE_ROWS, _LATENT_ROWS, _GATHERED_BYTES = 16, 64, 2.0
+#: The latent kernel widens rows of 8 bits itself for up to so many tiles of a sequence, each of which does it again. µs
+#: on an H200 of such calls with 16 and 128 heads, 1 and 2 tiles: 177 and 334; gathered 207 and 250.
+_WIDENED_TILES = 1
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
 #: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,
@@ -40,6 +43,8 @@ _ALIGNED = 16
 _FEW_PAIRS, _STEP_ROWS, _STEP_WIDEST = 0.5, 16, 256
 #: Elements of which strides are multiples: those that TMA moves.
 _TOGETHER = 8
+#: Columns of rows that the latent kernel widens.
+_WIDENED_COLUMNS = 576
 #: Rows of the cache that a copy moves at least: those that are swizzled together.
 _LEAST_BOX = 8
 
@@ -58,11 +63,15 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
             (aligned, f"it takes addresses at multiples of {_ALIGNED} bytes"),
             (
                 call.one_factor or not _has_own_factors(call),
-                "rows are gathered once, so factors of rows are those of keys and values",
+                "rows are widened once, so factors of rows are those of keys and values",
             ),
-            *_gathering(call, gathered_sequences(call, 1), head_dim),
-            (_is_gathering_cheaper(call), "for so few queries and heads the portable kernel reads fewer bytes"),
+            _has_range(call),
         ]
+        if gathers_latent(call):
+            of_rows += [
+                *_gathering(call, gathered_sequences(call, 1), head_dim),
+                (_is_gathering_cheaper(call), "for so few queries and heads the portable kernel reads fewer bytes"),
+            ]
     else:
         of_rows = [
             _has_16_bits(call),
@@ -89,13 +98,31 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
     )
 
 
+def gathers_latent(call: SplitCall) -> bool:
+    """Whether rows of a latent cache are gathered first. The kernel widens those of 8 bits itself if it can, unless
+    many tiles of rows would do that again."""
+    if not is_gathered(call):
+        return False
+    *_, head_dim, _ = call.shape
+    outer, row, _ = call.cache_strides[0]
+    widens = call.cache_itemsize == 1 and head_dim == _WIDENED_COLUMNS and outer % _ALIGNED == row % _ALIGNED == 0
+    many = _tiles_of_sequence(call, _LATENT_ROWS) > _WIDENED_TILES
+    return not widens or (many and not _first_reason(_gathering(call, gathered_sequences(call, 1), head_dim)))
+
+
+def _tiles_of_sequence(call: SplitCall, rows: int) -> int:
+    """Tiles of so many queries times heads that a sequence has, on average."""
+    batch, seq_q, heads, *_ = call.shape
+    queries = seq_q if call.total_q is None else -(-call.total_q // max(batch, 1))
+    return -(-queries * heads // rows)
+
+
 def _is_gathering_cheaper(call: SplitCall) -> bool:
     """Whether it takes less time to gather the rows of a latent cache and read these than to let the portable kernel
     read the cache, by the bytes of a cached row: that kernel reads keys and values for each tile of queries and heads,
     gathering reads a row and writes it, and the latent kernel reads that for each of its larger tiles."""
-    batch, seq_q, heads, _, head_dim, head_dim_v = call.shape
-    queries = seq_q if call.total_q is None else -(-call.total_q // max(batch, 1))
-    portable, latent = (-(-queries * heads // rows) for rows in (_PORTABLE_ROWS, _LATENT_ROWS))
+    *_, head_dim, head_dim_v = call.shape
+    portable, latent = (_tiles_of_sequence(call, rows) for rows in (_PORTABLE_ROWS, _LATENT_ROWS))
     read = portable * (head_dim + head_dim_v) * call.cache_itemsize
     gathered = head_dim * (call.cache_itemsize + (1 + latent) * call.dtype.itemsize)
     return gathered <= _GATHERED_BYTES * read
@@ -211,15 +238,16 @@ def _has_own_factors(call: SplitCall) -> bool:
     return any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
 
 
+def _has_range(call: SplitCall) -> _Condition:
+    has = not _has_own_factors(call) or call.dtype is torch.bfloat16
+    return has, "rows times their factors may leave the range of float16"
+
+
 def _gathering(call: SplitCall, sequences: int, columns: int) -> list[_Condition]:
     """What must hold where rows of so many sequences are gathered."""
     size = sequences * call.capacity * columns * call.dtype.itemsize
     return [
         (sequences > 0, "no sequence can have enough queries to gather rows for them"),
-        (
-            not _has_own_factors(call) or call.dtype is torch.bfloat16,
-            "rows times their factors may leave the range of float16",
-        ),
         (size <= _WORKSPACE, f"gathered rows take up to {_WORKSPACE >> 20} MiB"),
     ]
 
@@ -232,6 +260,7 @@ def unreadable_by_forward(call: SplitCall) -> str | None:
         heads_kv, *head_dims = call.shape[3:]
         sequences = gathered_sequences(call, most_left(call) + 1)
         conditions = [
+            _has_range(call),
             (all(columns % _TOGETHER == 0 for columns in call.shape[-2:]), "TMA moves multiples of 16 bytes"),
             *_gathering(call, sequences, heads_kv * sum(head_dims)),
         ]

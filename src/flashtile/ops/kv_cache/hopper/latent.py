@@ -9,7 +9,9 @@ Shapes::
 A thread block has a tile of rows, and one split of the keys that they see (`split_keys`). Its roles:
 
 - `load`, one warp: loads q once, and the cache by tiles of keys, each in nine chunks of 64 columns with a place and
-  barriers of their own. A place is filled again as soon as its chunk has been multiplied.
+  barriers of their own. A place is filled again as soon as its chunk has been multiplied. If the cache has 8 bits, a
+  warpgroup, `widen`, loads its rows into registers some chunks ahead and stores them in 16 bits; pages have any size
+  then.
 - `score`, a warpgroup: scores and weights of a tile, which it hands over through one place on chip (`Exchange`).
 - `sum_values`, two warpgroups: each the sums of half of the value columns, which take 128 registers of a thread.
 
@@ -70,8 +72,14 @@ from flashtile.ops.attention.hopper.primitives import (
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.configs import choose_splits
-from flashtile.ops.common.split_keys.plan import PARTIAL_RESULTS, SplitCall, row_tiles, with_combining
-from flashtile.ops.common.split_keys.rows import Descales, Sequences
+from flashtile.ops.common.split_keys.plan import (
+    PARTIAL_RESULTS,
+    SplitCall,
+    factor_strides,
+    row_tiles,
+    with_combining,
+)
+from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, Sequences
 from flashtile.ops.common.tiles import box_rows
 
 #: Keys of a tile, and columns of a chunk.
@@ -85,6 +93,8 @@ SUM_CHUNKS = gl.constexpr(4)
 STAGES = gl.constexpr(2)
 #: Columns of values.
 COLUMNS = gl.constexpr(512)
+#: Chunks of 8 bits that are on their way to registers.
+AHEAD = gl.constexpr(5)
 
 #: The largest weight, in log2: of float16, whose weights have all their bits from 2⁻¹⁴ on.
 LARGEST_EXPONENT = gl.constexpr(15.0)
@@ -96,13 +106,15 @@ NOTHING_SEEN = gl.constexpr(-(2.0**100))
 class KernelConfig:
     """What the kernel is specialised for.
 
-    PACKED: sequences have queries of their own. CAUSAL: a query sees the keys up to its diagonal. PAGE_SIZE: 0 without
+    PACKED: sequences have queries of their own. KIND: of the numbers of
+    a cache of 8 bits, or None. CAUSAL: a query sees the keys up to its diagonal. PAGE_SIZE: 0 without
     pages. BOX: rows of the cache that a copy moves, which lie in one page. CUTS_BOX: the first visible row may lie
     within a box (`load`). PARTIAL: out and lse are those of a split. DEFERRED: chunks of values whose products wait for
     the scores of the next tile (`add_values`).
     """
 
     PACKED: gl.constexpr
+    KIND: gl.constexpr
     CAUSAL: gl.constexpr
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr
@@ -123,7 +135,7 @@ class Problem(NamedTuple):
         batch, heads, splits, capacity: of the call.
         seq_q: queries of each sequence; None if they are packed. total_q: of all sequences.
         seq_new: rows that a length does not count, without starts of new rows; else None.
-        rows_apart: rows of the cache from one entry or page to the next.
+        rows_apart: rows of the cache from one entry or page to the next; None if it has 8 bits.
         stride_table: elements from one sequence to the next in the table of pages.
         scale_log2: `scale · log2(e)`.
         tree: a `Tree`.
@@ -207,9 +219,10 @@ class Exchange(NamedTuple):
 
 class Shared(NamedTuple):
     """What the roles share on chip: chunks of `q` and of `keys`, `full` and `empty` barriers of the latter, and the
-    `Exchange`. Chunks of q arrive with those of the first keys."""
+    `Exchange`. Chunks of q arrive with those of the first keys, or where keys are widened, at a barrier `q_full`."""
 
     q: Any
+    q_full: Any
     keys: Any
     full: Any
     empty: Any
@@ -218,20 +231,23 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def latent_attention_kernel(
-    q_desc, cache_desc, out_ptr, lse_ptr, sequences, descales, length, problem,
-    CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr,
-    DEFERRED: gl.constexpr,
+    q_desc, cache_desc, cache_ptr, out_ptr, lse_ptr, sequences, descales, length, cache_strides, factor_strides,
+    problem,
+    KIND: gl.constexpr, CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr, DEFERRED: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`sequences`: `split_keys.rows.Sequences`. `descales`: factors of all keys and of all values (`Descales`).
-    `length`: of all sequences, where no tensor has them. out and lse are those of `split_keys.attend.attend_kernel`.
-    The others: `KernelConfig`."""
+    """`sequences`: `split_keys.rows.Sequences`. `cache_ptr`, `cache_strides` (`CacheStrides`): of a cache of 8 bits, in
+    words of 32; else `cache_desc`. `descales`: factors of keys and of values (`Descales`). `factor_strides`:
+    `CacheStrides` of those that rows or pages have. `length`: of all sequences, where no tensor has them. out and lse
+    are those of `split_keys.attend.attend_kernel`. The others: `KernelConfig`."""
+    WIDENS: gl.constexpr = KIND is not None
     config = KernelConfig(
         PACKED=sequences.starts is not None,
+        KIND=KIND,
         CAUSAL=CAUSAL,
         PAGE_SIZE=PAGE_SIZE,
-        BOX=cache_desc.block_shape[2],
-        CUTS_BOX=PAGE_SIZE > 0 and sequences.left is not None,
+        BOX=1 if WIDENS else cache_desc.block_shape[2],
+        CUTS_BOX=not WIDENS and PAGE_SIZE > 0 and sequences.left is not None,
         PARTIAL=PARTIAL,
         DEFERRED=DEFERRED,
     )
@@ -239,8 +255,9 @@ def latent_attention_kernel(
     work = tile_work(sequences, length, problem, config)
     shared = Shared(
         q=gl.allocate_shared_memory(dtype, [CHUNKS, M, CHUNK], matrix_layout(CHUNK)),
+        q_full=barriers(1, 1) if WIDENS else None,
         keys=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, N, CHUNK], matrix_layout(CHUNK)),
-        full=barriers(STAGES * CHUNKS, 1),
+        full=barriers(STAGES * CHUNKS, WARPGROUP if WIDENS else 1),
         empty=barriers(STAGES * CHUNKS, WARPGROUP),
         exchange=Exchange(
             weights=gl.allocate_shared_memory(dtype, [M, N], matrix_layout(N)),
@@ -252,14 +269,19 @@ def latent_attention_kernel(
     )
     out = output_block(out_ptr, work, problem, config)
     fence_async_shared()
+    of_all = Descales(None, None)
+    if factor_strides.row is None:
+        of_all = descales
+    rows = CachedRows(cache_ptr, cache_strides, descales.k, factor_strides)
+    PRODUCERS: gl.constexpr = 4 if WIDENS else 1
     gl.warp_specialize(
         [
-            (score, (shared, lse_ptr, sequences.tree, descales, work, problem, config)),
+            (score, (shared, lse_ptr, sequences.tree, of_all, work, problem, config)),
             (sum_values, (0, shared, work.tiles, out, config)),
             (sum_values, (1, shared, work.tiles, out, config)),
-            (load, (q_desc, cache_desc, shared, sequences, work, problem, config)),
+            (produce, (q_desc, cache_desc, rows, shared, sequences, work, problem, config)),
         ],
-        [4, 4, 1],
+        [4, 4, PRODUCERS],
         [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS],
     )
 
@@ -371,6 +393,15 @@ def value_chunk(which, index):
 
 
 @gluon.jit
+def produce(q_desc, cache_desc, rows, shared, sequences, work, problem, config):
+    """Loads q and the keys. `rows`: `CachedRows`, of a cache of 8 bits."""
+    if config.KIND is not None:
+        widen(q_desc, rows, shared, sequences, work, problem, config)
+    else:
+        load(q_desc, cache_desc, shared, sequences, work, problem, config)
+
+
+@gluon.jit
 def load(q_desc, cache_desc, shared, sequences, work, problem, config):
     """Loads q with the first keys, and the keys, chunk by chunk.
 
@@ -431,6 +462,152 @@ def tile_pages(sequences, tile, work, problem, config):
     return pages
 
 
+# The producer of a cache of 8 bits
+
+
+class CachedRows(NamedTuple):
+    """Rows of 8 bits in words of 32, and their `CacheStrides`; factors and theirs, which are without rows where all
+    rows have one."""
+
+    pointer: Any
+    strides: Any
+    factors: Any
+    factor_strides: Any
+
+
+class TileRows(NamedTuple):
+    """Pointers `[N]` to the rows of a tile, which of them are there, and their factors, if they have some."""
+
+    pointers: Any
+    there: Any
+    factors: Any
+
+
+@gluon.jit
+def widen(q_desc, rows, shared, sequences, work, problem, config):
+    """Loads q, and the keys chunk by chunk through registers. `rows`: `CachedRows`."""
+    dtype: gl.constexpr = q_desc.dtype
+    HAS_FACTORS: gl.constexpr = rows.factor_strides.row is not None
+    Q_BYTES: gl.constexpr = CHUNKS * M * CHUNK * dtype.primitive_bitwidth // 8
+    mbarrier.expect(shared.q_full.index(0), Q_BYTES)
+    q_row = work.first_token * problem.heads + work.first_row
+    for chunk in gl.static_range(CHUNKS):
+        tma_load(q_desc, [q_row, chunk_column(chunk)], shared.q_full.index(0), shared.q.index(chunk))
+    pages = row_pages(sequences, 0, work, problem, config)
+    here = tile_rows(rows, pages, 0, work, config)
+    pages = row_pages(sequences, 1, work, problem, config)
+    ahead = ()
+    for chunk in gl.static_range(AHEAD):
+        ahead = ahead + (load_rows(here, chunk),)
+    for index in range(work.tiles):
+        later = tile_rows(rows, pages, index + 1, work, config)
+        pages = row_pages(sequences, index + 2, work, problem, config)
+        stage, phase = ring_slot(index, STAGES)
+        for chunk in gl.static_range(CHUNKS):
+            if chunk + AHEAD < CHUNKS:
+                upcoming = load_rows(here, chunk + AHEAD)
+            else:
+                upcoming = load_rows(later, chunk + AHEAD - CHUNKS)
+            place = stage * CHUNKS + chunk
+            mbarrier.wait(shared.empty.index(place), phase ^ 1)
+            store_widened(ahead[0], here.factors, shared.keys.index(place), config.KIND, HAS_FACTORS)
+            fence_async_shared()
+            release(shared.full.index(place))
+            ahead = ahead[1:] + (upcoming,)
+        here = later
+
+
+@gluon.constexpr_function
+def rows_layout():
+    """Of a chunk in registers: each thread has four words of two rows."""
+    return gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+
+
+@gluon.jit
+def tile_keys(index, work):
+    """The keys of a tile, and which of them are rows of the sequence and of this split."""
+    key = work.base + (work.first_tile + index) * N + gl.arange(0, N, gl.SliceLayout(1, rows_layout()))
+    return key, (key < work.total) & (index < work.tiles)
+
+
+@gluon.jit
+def row_pages(sequences, index, work, problem, config):
+    """The page of each row of a tile `[N]`, or the entry of the cache."""
+    if config.PAGE_SIZE > 0:
+        key, there = tile_keys(index, work)
+        table = sequences.table + work.sequence.to(gl.int64) * problem.stride_table
+        page = gl.load(table + key // config.PAGE_SIZE, mask=there, other=0)
+    elif sequences.entries is not None:
+        page = gl.load(sequences.entries + work.sequence)
+    else:
+        page = work.sequence
+    return page
+
+
+@gluon.jit
+def tile_rows(rows, pages, index, work, config):
+    """Where the rows of a tile lie in the cache."""
+    key, there = tile_keys(index, work)
+    row = key
+    if config.PAGE_SIZE > 0:
+        row = key % config.PAGE_SIZE
+    page = pages.to(gl.int64)
+    pointers = rows.pointer + (page * rows.strides.outer + row.to(gl.int64) * rows.strides.row)
+    factors = gl.to_tensor(1.0)
+    if rows.factor_strides.row is not None:
+        places = page * rows.factor_strides.outer + row.to(gl.int64) * rows.factor_strides.row
+        factors = gl.load(rows.factors + places, mask=there, other=0.0)
+    return TileRows(pointers, there, factors)
+
+
+@gluon.jit
+def load_rows(rows, chunk: gl.constexpr):
+    """A chunk of a tile `[N, CHUNK / 4]`, four numbers in a word; 0 for rows that are not there."""
+    first: gl.constexpr = chunk_column(chunk) // 4
+    column = first + gl.arange(0, CHUNK // 4, gl.SliceLayout(0, rows_layout()))
+    return gl.load(rows.pointers[:, None] + column[None, :], mask=rows.there[:, None], other=0)
+
+
+@gluon.jit
+def store_widened(words, factors, place, KIND: gl.constexpr, HAS_FACTORS: gl.constexpr):
+    """Stores a chunk in 16 bits, in words again, times factors of the rows, if they have some."""
+    PAIR: gl.constexpr = "bf16x2" if place.dtype == gl.bfloat16 else "f16x2"
+    if HAS_FACTORS:
+        factor = factors[:, None] + gl.zeros(words.shape, gl.float32, rows_layout())
+        low, high = gl.inline_asm_elementwise(
+            widening(KIND, PAIR, True), "=r,=r,r,f", [words, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            widening(KIND, PAIR, False), "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    pairs = gl.reshape(gl.join(low, high), [N, CHUNK // 2])
+    reinterpret(place, gl.int32, [N, CHUNK // 2], matrix_layout(CHUNK // 2, 32)).store(pairs)
+
+
+@gluon.constexpr_function
+def widening(kind, pair, has_factors):
+    """The instructions from four numbers of 8 bits to two pairs. A conversion from float16 to bfloat16, or from an
+    integer, is done by a unit with an eighth of the rate, so all go by way of float32."""
+    registers = ".reg .b32 all, bits; .reg .b16 low, high, first, second; .reg .f32 x0, x1, x2, x3;"
+    lines = []
+    if kind == "int8":
+        lines.append("xor.b32 all, $2, 0x80808080;")
+        for place in range(4):
+            # The bits of 2²³ + 128 + number.
+            lines.append(f"prmt.b32 bits, all, 0x4b000000, 0x744{place}; mov.b32 x{place}, bits;")
+            lines.append(f"sub.f32 x{place}, x{place}, 0f4b000080;")
+    else:
+        lines.append("mov.b32 {low, high}, $2;")
+        for place, half in enumerate(("low", "high")):
+            lines.append(f"cvt.rn.f16x2.{kind}x2 bits, {half}; mov.b32 {{first, second}}, bits;")
+            lines.append(f"cvt.f32.f16 x{2 * place}, first; cvt.f32.f16 x{2 * place + 1}, second;")
+    if has_factors:
+        lines.extend(f"mul.f32 x{place}, x{place}, $3;" for place in range(4))
+    lines.append(f"cvt.rn.{pair}.f32 $0, x1, x0; cvt.rn.{pair}.f32 $1, x3, x2;")
+    return "{ " + registers + " ".join(lines) + " }"
+
+
 # Scores and weights
 
 
@@ -456,6 +633,8 @@ def score(shared, lse_ptr, tree_ptr, descales, work, problem, config):
     reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
     chunks_read = 0
+    if config.KIND is not None:
+        mbarrier.wait(shared.q_full.index(0), 0)
     for index in range(work.tiles):
         s = tile_scores(shared, index, chunks_read)
         chunks_read += CHUNKS
@@ -630,6 +809,10 @@ def add_chunks(total, p, shared, index, FIRST: gl.constexpr, COUNT: gl.constexpr
 
 #: Registers of a thread that sums values and of the one that loads; those of scores have the rest of 128 on average.
 _VALUE_REGISTERS, _PRODUCER_REGISTERS, _REGISTERS = 176, 24, 128
+#: What instructions call the numbers of a cache of 8 bits.
+_KINDS: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+#: Likewise where a warpgroup loads a cache of 8 bits. With 168 for sums ptxas serialises all products.
+_WIDENING_VALUE_REGISTERS, _WIDENING_REGISTERS = 176, 72
 #: Chunks of values whose products are deferred where several tiles of rows read the same keys: the tensor cores are
 #: the limit, not the memory. µs of 64 sequences of 16,384 rows on an H100, 128 heads: 512, without 536; in pages of 16
 #: 498 and 509, of 64 482 and 483. With 16 heads 417 and 412, for places of the cache become free later.
@@ -649,7 +832,9 @@ def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
     programs = launched * splits if total_q else 0
     check_programs("q", programs)
     outer, row, _ = call.strides[1]
-    box = box_rows(call.page_size, N.value)
+    widens = call.cache_itemsize == 1
+    box = (1, 1, box_rows(call.page_size, N.value), 1, CHUNK.value)
+    in_words = [int64(stride // 4 if widens else None, 4) for stride in (outer, row)]
     packed = call.total_q is not None
     # A single query at the last row sees all of them.
     causal = call.window_right == 0 and (packed or seq_q > 1)
@@ -658,13 +843,16 @@ def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
     parameters = {
         "q_desc": TmaTensor("q", call.dtype, (M.value, CHUNK.value), strided_layout(rows, (head_dim, 1))),
         "cache_desc": TmaTensor(
-            "cache", call.dtype, (1, 1, box, 1, CHUNK.value), packed_layout((0, 1, head_dim), (row, row, 1))
+            "cache", call.dtype, None if widens else box, packed_layout((0, 1, head_dim), (row, row, 1))
         ),
+        "cache_ptr": pointer_to(torch.int32 if widens else None, 16),
         "out_ptr": pointer_to(torch.float32 if splits > 1 else call.dtype, 16),
         "lse_ptr": pointer_to(torch.float32),
         "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
+        "cache_strides": CacheStrides(in_words[0], in_words[1], None),
+        "factor_strides": factor_strides(call.descale_strides[0]),
         "problem": Problem(
             batch=int32(batch),
             heads=int32(heads),
@@ -673,19 +861,20 @@ def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
             seq_q=int32(None if packed else seq_q),
             total_q=int32(total_q),
             seq_new=int32(call.seq_new if call.index_dtypes[5] is None else None),
-            rows_apart=int32(outer // row),
+            rows_apart=int32(None if widens else outer // row),
             stride_table=int64(call.stride_table),
             scale_log2=float32(call.scale / math.log(2)),
             tree=Tree(int64(tree[0]), int64(tree[1]), int32(tree[2])),
         ),
     }
     constants = {
+        "KIND": _KINDS.get(call.cache_dtype),
         "CAUSAL": causal,
         "PAGE_SIZE": call.page_size,
         "PARTIAL": splits > 1,
         "DEFERRED": _DEFERRED if heads * seq_q > M.value else 0,
-        "VALUE_REGISTERS": _VALUE_REGISTERS,
-        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "VALUE_REGISTERS": _WIDENING_VALUE_REGISTERS if widens else _VALUE_REGISTERS,
+        "PRODUCER_REGISTERS": _WIDENING_REGISTERS if widens else _PRODUCER_REGISTERS,
     }
     buffers = {**(PARTIAL_RESULTS if splits > 1 else {}), "k": "descale_k", "v": "descale_v"}
     kernel = Kernel(latent_attention_kernel, parameters, constants, programs, buffers, max_registers=_REGISTERS)

@@ -37,6 +37,7 @@ from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import (
     chunks_unsupported_reason,
     gathered_sequences,
+    gathers_latent,
     is_gathered,
     latent_unsupported_reason,
     mixes_tokens,
@@ -221,7 +222,7 @@ def _plan(facts: CacheFacts) -> CachePlan:
     if latent_unsupported_reason(call, machine) is None:
         from flashtile.ops.kv_cache.hopper.latent import latent_pipeline
 
-        if not is_gathered(call):
+        if not gathers_latent(call):
             return CachePlan(append, None, latent_pipeline(call, device))
         from flashtile.ops.kv_cache.hopper.gather import plan_gather
 
