@@ -219,19 +219,14 @@ def served_by_torch(
 ) -> tuple[bool, str]:
     """(whether PyTorch's CPU flash attention computes a call, why). `wanted`: of a backward, lse without gradient."""
     reason = _unsupported_reason(spec, side, q_shape, k_shape, v_shape)
-    if reason is None:
-        reason = _slow_reason(dtype) if wanted is None else _backward_reason(dtype, wanted)
+    reason = reason or _slow_reason(dtype, wanted)
     if reason is not None:
         return False, f"flashtile tiles: {reason}"
     of = " of each packed sequence" if side.packed else ""
-    if side.changes_scores or is_windowed(spec, side, q_shape[-3]):
+    # Of a single row, the left side of a window leaves a slice of the keys.
+    if side.changes_scores or (spec.window_left is not None and (side.packed or q_shape[-3] != 1)):
         return True, f"PyTorch's CPU flash attention, on rectangles{of} with tables of what changes the scores"
     return True, f"PyTorch's CPU flash attention: nothing changes the scores, and rectangles{of} are visible"
-
-
-def is_windowed(spec: AttentionSpec, side: AuxInputs, seq_q: int) -> bool:
-    """Whether the left side of a window hides keys from some rows only; a single row sees a slice of the keys."""
-    return spec.window_left is not None and (side.packed or seq_q != 1)
 
 
 def _unsupported_reason(
@@ -263,18 +258,16 @@ def _unsupported_reason(
     return None
 
 
-def _slow_reason(dtype: torch.dtype) -> str | None:
-    """Why the tiles compute a forward faster; None where they do not."""
-    if dtype is torch.float16 and not (tiles.multiplies_float16() or tiles.has_x86_vectors()):
-        return "PyTorch's CPU flash attention takes several times longer in float16 on a CPU without its products"
-    return None
-
-
-def _backward_reason(dtype: torch.dtype, wanted: Wanted) -> str | None:
-    """Why the tiles compute a backward, or compute it faster; None where neither is so."""
+def _slow_reason(dtype: torch.dtype, wanted: Wanted | None) -> str | None:
+    """Why the tiles are the better choice: faster, or the only ones with all gradients that are wanted; else None."""
+    emulates_float16 = dtype is torch.float16 and not tiles.multiplies_float16()
+    if wanted is None:
+        if emulates_float16 and not tiles.has_x86_vectors():
+            return "PyTorch's CPU flash attention takes several times longer in float16 on a CPU without its products"
+        return None
     if any(wanted.flags[:2]):
         return "PyTorch's CPU flash attention gives no gradients of a bias or of ALiBi's slopes"
-    if dtype is torch.float16 and not tiles.multiplies_float16():
+    if emulates_float16:
         return "PyTorch's CPU flash attention takes some forty times longer in float16 on a CPU without its products"
     if dtype is torch.bfloat16 and tiles.emulates_bfloat16():
         return "PyTorch's CPU flash attention takes over twice as long in bfloat16 on a CPU without its products"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -142,15 +142,11 @@ def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Ite
 
 
 def _packed_segments(side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
-    assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
-    starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
-    lengths_k = [stop - start for start, stop in pairwise(starts_k)]
-    limits = lengths_k if side.key_lengths is None else map(min, lengths_k, side.key_lengths.tolist())
-    for sequence, (seq_k, length) in enumerate(zip(lengths_k, limits)):
-        rows = slice(starts_q[sequence], starts_q[sequence + 1])
-        keys = slice(starts_k[sequence], starts_k[sequence] + length)
-        seq_q = rows.stop - rows.start
+    for sequence, rows, keys, one in side.sequences():
+        seq_q, seq_k = rows.stop - rows.start, keys.stop - keys.start
+        length = seq_k if one.key_lengths is None else min(seq_k, int(one.key_lengths))
         if seq_q and (length or side.has_row_logit):
+            keys = slice(keys.start, keys.start + length)
             yield Segment(slice(0, 1), rows, keys, _band(seq_q, seq_k, length, spec), sequence, seq_k - seq_q)
 
 

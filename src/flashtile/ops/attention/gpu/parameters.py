@@ -258,10 +258,6 @@ def stored(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype in (torch.bool, FP8) else dtype
 
 
-#: Windows are clipped to this: no sequence is longer.
-WIDEST_WINDOW = MAX_POSITIONS
-
-
 class Window(NamedTuple):
     """Keys visible on each side of the diagonal, as kernels take them."""
 
@@ -269,15 +265,11 @@ class Window(NamedTuple):
     right: Any
 
 
-def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
-    """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
-    left, right = (max(-WIDEST_WINDOW, min(side or 0, WIDEST_WINDOW)) for side in (spec.window_left, spec.window_right))
-    return left, right
-
-
 def window_parameters(spec: AttentionSpec) -> Window:
-    left, right = clipped_window(spec)
-    return Window(int32(left), int32(right))
+    """Both sides of the window, no wider than any sequence is long; 0 for one that is unlimited, which kernels do not
+    read."""
+    sides = spec.window_left, spec.window_right
+    return Window(*(int32(max(-MAX_POSITIONS, min(side or 0, MAX_POSITIONS))) for side in sides))
 
 
 def key_batch_strides(call: Call) -> dict[str, Parameter]:

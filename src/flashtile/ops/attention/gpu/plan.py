@@ -189,16 +189,13 @@ def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call
 
 def _buffers(planned: _Planned) -> dict[str, str]:
     """The buffers of parameters whose names do not tell."""
-    buffers = {"sums_ptr": "sums" if planned.kernel == "column_sums" else _bias_buffer(planned)}
+    of_bias = "bias_parts" if planned.work.parts > 1 else "dbias"
+    buffers = {"sums_ptr": "sums" if planned.kernel == "column_sums" else of_bias}
     if planned.kernel in ("dkdv", "dbias") and planned.call.may_hide_rows:
         buffers["dout_ptr"] = "quiet"
     if planned.stored_shares > 1:
         buffers |= {"dk_ptr": "dk_shares", "dv_ptr": "dv_shares"}
     return buffers
-
-
-def _bias_buffer(planned: _Planned) -> str:
-    return "bias_parts" if planned.work.parts > 1 else "dbias"
 
 
 def _tensors(planned: _Planned) -> dict[str, Any]:

@@ -91,8 +91,10 @@ def _planned(call: Call) -> dict[KernelName, PortableKernel]:
 
 @plan_cache
 def _plan_forward(call: Call) -> Pipeline:
-    planned = _planned(call)["forward"]
-    return Pipeline(call.device, planned.kernels, ("q", "k", "v", *aux_buffers(call)), planned.outputs)
+    """Of a forward, or of column sums, which read lse too."""
+    (planned,) = _planned(call).values()
+    given = "q", "k", "v", *aux_buffers(call), *(("lse",) if call.phase == "column_sums" else ())
+    return Pipeline(call.device, planned.kernels, given, planned.outputs)
 
 
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
@@ -146,11 +148,5 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     """Runs the kernel of column sums. Returns `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, float32."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    pipeline = _plan_column_sums(describe_call("column_sums", (q, k, k), side, spec))
+    pipeline = _plan_forward(describe_call("column_sums", (q, k, k), side, spec))
     return pipeline.on((q, k, k, *aux_tensors(side), lse))[0]
-
-
-@plan_cache
-def _plan_column_sums(call: Call) -> Pipeline:
-    planned = _planned(call)["column_sums"]
-    return Pipeline(call.device, planned.kernels, ("q", "k", "v", *aux_buffers(call), "lse"), planned.outputs)
