@@ -86,3 +86,17 @@ def test_what_has_none_is_refused_before_the_forward(function, why):
         with torch.no_grad():
             assert flashtile.attention(q, q, q, score_mod=score_mod).isfinite().all()
         wants_gradient.requires_grad_(False)
+
+
+def test_functions_are_traced_within_transforms():
+    """`torch.func` would wrap the symbols of a function that no earlier call has traced."""
+    q, weights = torch.randn(1, 5, 2, 8), torch.randn(2)
+
+    def loss(q: Tensor, weights: Tensor) -> Tensor:
+        score_mod = lambda score, b, h, q_index, k_index: torch.tanh(score) + weights[h] * (0.37 * q_index)  # noqa: E731
+        return flashtile.attention(q, q, q, score_mod=score_mod).square().sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1))(q, weights)
+    leaves = q.clone().requires_grad_(), weights.clone().requires_grad_()
+    for gradient, expected in zip(found, torch.autograd.grad(loss(*leaves), leaves)):
+        assert_same(gradient, expected)

@@ -30,7 +30,7 @@ from flashtile.ops.attention.score_program import (
 )
 from flashtile.ops.attention.score_symbols import Capturing, Recorder, RefusedError, Symbol
 from flashtile.ops.common.checks import check_function
-from flashtile.ops.common.dispatch import autograd_in_operator
+from flashtile.ops.common.dispatch import autograd_in_operator, outside_transforms
 from flashtile.ops.common.rows import compute_dtype
 
 
@@ -125,7 +125,7 @@ def _trace(score_mod: Callable[..., Any], dtype: torch.dtype, recorder: Recorder
     check_function("score_mod", score_mod, _TAKES, "write one")
     score = recorder.input(INPUTS[0], dtype)
     indices = [recorder.input(name, torch.int32) for name in INPUTS[1:]]
-    with torch._C._DisableAutocast(), Capturing(recorder):
+    with torch._C._DisableAutocast(), outside_transforms(), Capturing(recorder):
         result = score_mod(score, *indices)
         if isinstance(result, (int, float)) and not isinstance(result, bool):
             result = recorder.constant(result, dtype)
@@ -187,7 +187,7 @@ def _derivative(program: ScoreProgram, dtype: torch.dtype, of_score_alone: bool)
     recorder.captured = [
         torch.empty((1,) * dims, dtype=getattr(torch, of), device="cpu") for of, dims in program.captured
     ]
-    with torch.inference_mode(False), autograd_in_operator():
+    with torch.inference_mode(False), outside_transforms(), autograd_in_operator():
         score = recorder.input(INPUTS[0], dtype, requires_grad=True)
         inputs = {INPUTS[0]: score, **{name: recorder.input(name, torch.int32) for name in INPUTS[1:]}}
         leaves: list[tuple[Symbol, Step, tuple[str, ...]]] = []

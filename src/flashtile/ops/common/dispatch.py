@@ -191,6 +191,18 @@ def distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 @contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Leaves `torch.func`'s transforms, which wrap each tensor that is made within them."""
+    if not _transforms():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextmanager
 def autograd_in_operator() -> Iterator[None]:
     """Records autograd in the midst of an operator, below which PyTorch may have switched it off (dispatch modes)."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
