@@ -38,14 +38,10 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.convert import Operand, convert_kernel
 from flashtile.ops.attention.hopper.separate_configs import (
     choose_float32_forward_config,
-    choose_float32_wide_config,
-    choose_wide_backward_config,
-    float32_forward_shared_memory,
-    float32_shared_memory,
-    float32_wide_shared_memory,
     is_wide_float32,
     parts_pay,
-    wide_shared_memory,
+    separate_cut,
+    shared_rows_memory,
 )
 from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted
@@ -1472,8 +1468,7 @@ _WIDE_BACKWARD, _FLOAT32_FORWARD, _FLOAT32_BACKWARD = (
 def test_machine_code_of_the_backward_of_wide_heads(form):
     call = WIDE_BACKWARD_FORMS[form]
     sources = apart_backward_sources(call)
-    cut = choose_wide_backward_config(call.head_dim, call.head_dim_v)
-    of_values, of_scores = wide_shared_memory(cut)
+    of_values, of_scores = separate_cut(call.head_dim, call.head_dim_v, call.dtype).memory
     assert max(of_values, of_scores) <= _LIMIT
     spills = _SPILLS_OF_WIDE_HEADS + (_SPILLS_OF_A_SOFT_CAP if call.softcap else 0)
     for kernel in _WIDE_BACKWARD[form]:
@@ -1490,7 +1485,7 @@ def _is_wide_float32(form: str) -> bool:
 def test_machine_code_of_the_forward_of_float32(form):
     call = FLOAT32_FORWARD_FORMS[form]
     sources = float32_forward_sources(call)
-    memory = float32_forward_shared_memory(choose_float32_forward_config(call.head_dim, call.head_dim_v))
+    memory = shared_rows_memory(choose_float32_forward_config(call.head_dim, call.head_dim_v))
     if "forward" in _FLOAT32_FORWARD[form]:
         check_code(sources["forward"], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_FLOAT32_FORWARD))
     if "parts" in _FLOAT32_FORWARD[form]:
@@ -1502,27 +1497,25 @@ def test_every_forward_of_float32_fits_on_chip():
     widths = (8, *range(16, 513, 16))
     for head_dim, head_dim_v in itertools.product(widths, widths):
         cut = choose_float32_forward_config(head_dim, head_dim_v)
-        assert float32_forward_shared_memory(cut) <= configs.SHARED_MEMORY
+        assert shared_rows_memory(cut) <= configs.SHARED_MEMORY
         assert cut.places >= 6
 
 
 @pytest.mark.parametrize("form", [form for form in _FLOAT32_BACKWARD if not _is_wide_float32(form)])
 def test_machine_code_of_the_backward_of_float32(form):
-    _check_float32_backward(form, float32_shared_memory(), _SPILLS_OF_FLOAT32)
+    _check_float32_backward(form, _SPILLS_OF_FLOAT32)
 
 
 @pytest.mark.parametrize("form", [*filter(_is_wide_float32, _FLOAT32_BACKWARD)])
 def test_machine_code_of_the_backward_of_float32_with_wide_heads(form):
+    _check_float32_backward(form, _SPILLS_OF_WIDE_FLOAT32)
+
+
+def _check_float32_backward(form: str, spills: int) -> None:
     call = FLOAT32_BACKWARD_FORMS[form]
-    cut = choose_float32_wide_config(call.head_dim, call.head_dim_v)
-    _check_float32_backward(form, float32_wide_shared_memory(cut), _SPILLS_OF_WIDE_FLOAT32)
-
-
-def _check_float32_backward(form: str, memory: tuple[int, int], spills: int) -> None:
-    """`memory`: of the kernel of dv, and of those of dk and dq."""
-    sources = apart_backward_sources(FLOAT32_BACKWARD_FORMS[form])
-    of_values, of_scores = memory
-    assert max(memory) <= _LIMIT
+    sources = apart_backward_sources(call)
+    of_values, of_scores = separate_cut(call.head_dim, call.head_dim_v, call.dtype).memory
+    assert max(of_values, of_scores) <= _LIMIT
     for kernel in _FLOAT32_BACKWARD[form]:
         if kernel == "parts":
             check_code(sources[kernel], "sm_90", check_fit, 1024)
@@ -1541,18 +1534,18 @@ def test_every_backward_of_wide_heads_fits_on_chip():
     """Also at least one chunk of values is ahead of the products."""
     widths = (8, *range(16, 513, 16))
     for head_dim, head_dim_v in itertools.product(widths, widths):
-        cut = choose_wide_backward_config(head_dim, head_dim_v)
-        assert max(wide_shared_memory(cut)) <= configs.SHARED_MEMORY
-        assert cut.score_places >= cut.chunks
-        assert cut.value_places >= min(3, cut.value_chunks)
+        config, _, _, memory = separate_cut(head_dim, head_dim_v, torch.bfloat16)
+        assert max(memory) <= configs.SHARED_MEMORY
+        assert config.score_places >= config.chunks
+        assert config.value_places >= min(3, config.value_chunks)
 
 
 def test_every_backward_of_float32_fits_on_chip():
     """Also there is more than the tiles that products wait for."""
     for head_dim, head_dim_v in itertools.product(range(72, 513, 8), (8, *range(16, 513, 16))):
         if is_wide_float32(head_dim, head_dim_v):
-            cut = choose_float32_wide_config(head_dim, head_dim_v)
-            assert max(float32_wide_shared_memory(cut)) <= configs.SHARED_MEMORY
+            cut, _, _, memory = separate_cut(head_dim, head_dim_v, torch.float32)
+            assert max(memory) <= configs.SHARED_MEMORY
             assert cut.places > 5
             assert cut.weight_places > (2 if cut.staying_scores == cut.chunks else 5)
             assert cut.gradient_places > (2 if cut.staying_values == cut.value_chunks else 5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
@@ -15,14 +13,12 @@ from flashtile.ops.attention.hopper.backward_configs import dq_epilogue
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.separate_configs import (
     HALF_WIDE,
-    KEYS_OF_DV,
     NARROW,
     choose_float32_forward_config,
-    choose_wide_backward_config,
-    float32_forward_shared_memory,
     is_wide,
     parts_pay,
-    wide_shared_memory,
+    separate_cut,
+    shared_rows_memory,
 )
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend
@@ -172,9 +168,9 @@ def _describe_forward(call: Call) -> tuple[KernelChoice, ...]:
 
 def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
     if call.dtype is torch.float32:
-        return _describe_float32_backward(*call.head_dims)
+        return _PARTS, *_describe_gradients(call)
     if is_wide(*call.head_dims):
-        return _describe_wide_backward(*call.head_dims)
+        return _describe_gradients(call)
     cut = dq_epilogue(backward_configs.backward_config(call), call).config
     memory = backward_configs.backward_shared_memory(cut, call)
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
@@ -192,48 +188,26 @@ def _warps(consumers: int) -> str:
     return f"{computing} and a loading warp"
 
 
-def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
-    """A stage is a chunk of 64 rows and columns."""
-    cut = choose_wide_backward_config(head_dim, head_dim_v)
-    return _describe_gradients(
-        cut, KEYS_OF_DV, cut.places, cut.score_places + cut.value_places, wide_shared_memory(cut)
-    )
-
-
 def _describe_float32_forward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
     """A stage is a part of 64 rows and columns."""
     cut = choose_float32_forward_config(head_dim, head_dim_v)
-    memory, rows = float32_forward_shared_memory(cut), configs.CONSUMER_ROWS
+    memory, rows = shared_rows_memory(cut), configs.CONSUMER_ROWS
     summary = summarise((rows, rows), "2 computing warpgroups and 2 loading warps", cut.places, memory)
     return _PARTS, KernelChoice("forward", cut, memory, "hopper", summary=summary)
 
 
-def _describe_float32_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
-    """A stage is a part of 64 rows, in wide heads of 64 columns."""
-    keys_of_dv = float32_configs.float32_dv_keys(head_dim, head_dim_v)
-    if not float32_configs.is_wide_float32(head_dim, head_dim_v):
-        stages = float32_configs.VISITED_TILES
-        return _PARTS, *_describe_gradients(None, keys_of_dv, stages, stages, float32_configs.float32_shared_memory())
-    cut = float32_configs.choose_float32_wide_config(head_dim, head_dim_v)
-    memory = float32_configs.float32_wide_shared_memory(cut)
-    return _PARTS, *_describe_gradients(cut, keys_of_dv, cut.places, cut.weight_places + cut.gradient_places, memory)
-
-
-def _describe_gradients(
-    cut: Any, keys_of_dv: int, stages_of_dv: int, stages: int, memory: tuple[int, int]
-) -> tuple[KernelChoice, ...]:  # fmt: skip
-    """The kernels of dv, of so many keys, dk and dq. `memory`: of the first, and of the others."""
-    rows, (of_values, of_scores) = configs.CONSUMER_ROWS, memory
-    choices = (
-        ("dv", (rows, keys_of_dv), stages_of_dv, of_values),
-        ("dk", (rows, rows), stages, of_scores),
-        ("dq", (rows, rows), stages, of_scores),
-    )
-    warps = "2 computing warpgroups and a loading warp"
-    return tuple(
-        KernelChoice(name, cut, of_each, "hopper", summary=summarise(block, warps, stages, of_each))
-        for name, block, stages, of_each in choices
-    )
+def _describe_gradients(call: Call) -> tuple[KernelChoice, ...]:
+    """The kernels of dv, dk and dq. A stage is a chunk of 64 rows and columns; in float32 it is a part of 64 rows, in
+    wide heads of 64 columns."""
+    cut, rows = separate_cut(*call.head_dims, call.dtype), configs.CONSUMER_ROWS
+    blocks = {"dv": (rows, cut.keys_of_dv), "dk": (rows, rows), "dq": (rows, rows)}
+    choices = []
+    for name, block in blocks.items():
+        which = 0 if name == "dv" else 1
+        memory = cut.memory[which]
+        summary = summarise(block, "2 computing warpgroups and a loading warp", cut.stages[which], memory)
+        choices.append(KernelChoice(name, cut.config, memory, "hopper", summary=summary))
+    return tuple(choices)
 
 
 def _describe_bias_gradient(call: Call) -> KernelChoice:

@@ -55,16 +55,14 @@ from flashtile.ops.attention.hopper.forward import forward_kernel
 from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 from flashtile.ops.attention.hopper.separate_configs import (
     CHUNK,
-    KEYS_OF_DV,
     MAX_REGISTERS,
     REGISTERS,
     STATISTIC_ROWS,
     WIDTH,
-    choose_float32_wide_config,
-    choose_wide_backward_config,
-    float32_dv_keys,
+    Float32WideConfig,
+    WideBackwardConfig,
     is_wide,
-    is_wide_float32,
+    separate_cut,
 )
 from flashtile.ops.attention.hopper.wide_backward import Problem, attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.spec import (
@@ -362,12 +360,14 @@ class _Family(NamedTuple):
 def separate_pipeline(call: Call) -> Pipeline:
     """The pipeline of a backward."""
     spec, packed = call.spec, call.packed
-    float32 = call.dtype is torch.float32
-    keys_of_dv = float32_dv_keys(*call.head_dims) if float32 else KEYS_OF_DV
-    own_rows = {"dv": (call.rows_k, keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
+    cut = separate_cut(*call.head_dims, call.dtype)
+    own_rows = {"dv": (call.rows_k, cut.keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
     tiles = {name: call.tiles(*rows) for name, rows in own_rows.items()}
-    shares = key_tile_shares(call, _ROWS, keys_of_dv, uneven=spec.banded or call.cut_by.bounded)
-    family = _float32_family(call, shares) if float32 else _wide_family(call, shares)
+    shares = key_tile_shares(call, _ROWS, cut.keys_of_dv, uneven=spec.banded or call.cut_by.bounded)
+    if isinstance(cut.config, WideBackwardConfig):
+        family = _wide_family(call, shares, cut.config)
+    else:
+        family = _float32_family(call, shares, cut.config)
     statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER
     together = _STATISTICS_TOGETHER if packed else 1
     # Tiles of `STATISTIC_ROWS` queries, of which every 64 are whole.
@@ -416,9 +416,8 @@ def _read(call: Call) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
     return read
 
 
-def _wide_family(call: Call, shares: int) -> _Family:
+def _wide_family(call: Call, shares: int, config: WideBackwardConfig) -> _Family:
     """Heads wider than 256 columns."""
-    config = choose_wide_backward_config(*call.head_dims)
     gradients = gradient_layouts(call, shares)
     stored = {
         name: (name if name == "dq" or shares == 1 else f"{name}_shares", of.shape, of.strides)
@@ -434,14 +433,13 @@ def _wide_family(call: Call, shares: int) -> _Family:
     return _Family(dv, dk_dq, constants, constants, moved, gradients, config.parts)
 
 
-def _float32_family(call: Call, shares: int) -> _Family:
-    """Products of parts in bfloat16."""
+def _float32_family(call: Call, shares: int, config: Float32WideConfig | None) -> _Family:
+    """Products of parts in bfloat16. `config`: of wide heads."""
     head_dim, head_dim_v = call.head_dims
     dv, dk_dq, columns = attention_float32_dv_kernel, attention_float32_dk_dq_kernel, WIDTH
     width, value_width, cut = WIDTH, WIDTH, {}
-    if is_wide_float32(head_dim, head_dim_v):
+    if config is not None:
         dv, dk_dq, columns = attention_float32_wide_dv_kernel, attention_float32_wide_dk_dq_kernel, CHUNK
-        config = choose_float32_wide_config(head_dim, head_dim_v)
         width, value_width, cut = config.chunks * CHUNK, config.value_chunks * CHUNK, named_constants(config)
     widths = {"q": width, "k": width, "v": value_width, "dout": value_width}
     operands = {name: Operand(*read, widths[name]) for name, read in _read(call).items()}

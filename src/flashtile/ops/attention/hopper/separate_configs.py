@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.tile_tables import Row, first_row
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, SHARED_MEMORY
@@ -11,6 +13,9 @@ from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, 
 #: Rows and columns of a chunk, and the bytes of one of 16-bit numbers.
 CHUNK = 64
 _CHUNK_BYTES = 2 * CHUNK * CHUNK
+
+#: Bytes of the place of scores, weights or gradients of scores in float32.
+_EXCHANGE_BYTES = 4 * CHUNK**2
 
 #: Barriers of up to 32 chunks, and what Triton passes to its partitions.
 _OVERHEAD = 2048
@@ -74,13 +79,6 @@ def choose_wide_backward_config(head_dim: int, head_dim_v: int) -> WideBackwardC
     )
 
 
-def wide_shared_memory(config: WideBackwardConfig) -> tuple[int, int]:
-    """Estimates of the shared memory of a program in bytes: of the kernel of dv, and of that of dk and dq."""
-    of_values = 2 * max(config.chunks, -(-config.value_chunks // config.parts)) + config.places
-    of_scores = config.chunks + config.value_chunks + config.score_places + config.value_places + 1
-    return of_values * _CHUNK_BYTES + _OVERHEAD, of_scores * _CHUNK_BYTES + _OVERHEAD
-
-
 def is_wide(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernels of `wide_backward` serve a backward."""
     return max(head_dim, head_dim_v) > 4 * CONSUMER_ROWS
@@ -89,12 +87,6 @@ def is_wide(head_dim: int, head_dim_v: int) -> bool:
 #: Parts of a number, and warpgroups that share rows (`float32_forward`).
 PARTS, SHARERS = 3, 2
 
-#: Bytes of a tile (`float32_forward`), and of the place of scores, weights or gradients of scores.
-TILE_BYTES, EXCHANGE_BYTES = 2 * CHUNK * CONSUMER_ROWS, 4 * CONSUMER_ROWS**2
-
-#: Barriers of up to 28 tiles, and what Triton passes to its partitions.
-OVERHEAD = 2048
-
 #: Places that each stream of a program has at least: for the chunk that is multiplied and for the next one, which may
 #: be of own rows.
 STREAM_PLACES = 2 * PARTS
@@ -102,17 +94,17 @@ STREAM_PLACES = 2 * PARTS
 
 def cut_shared_rows(chunks: int) -> tuple[int, int]:
     """How many of `chunks` of own rows stay for each of two warpgroups, and the places of each's stream."""
-    room = (SHARED_MEMORY - SHARERS * EXCHANGE_BYTES - OVERHEAD) // TILE_BYTES
+    room = (SHARED_MEMORY - SHARERS * _EXCHANGE_BYTES - _OVERHEAD) // _CHUNK_BYTES
     staying = -(-chunks // SHARERS)
     while (places := (room - _staying_tiles(chunks, staying)) // SHARERS) < STREAM_PLACES:
         staying -= 1
     return staying, places
 
 
-def shared_rows_memory(chunks: int, staying: int, places: int) -> int:
-    """An estimate of the shared memory of a program in bytes."""
-    tiles = SHARERS * places + _staying_tiles(chunks, staying)
-    return tiles * TILE_BYTES + SHARERS * EXCHANGE_BYTES + OVERHEAD
+def shared_rows_memory(config: Float32ForwardConfig | Float32WideConfig) -> int:
+    """An estimate of the shared memory of a program whose warpgroups share rows, in bytes: of the forward, or of dv."""
+    tiles = SHARERS * config.places + _staying_tiles(config.chunks, config.staying)
+    return tiles * _CHUNK_BYTES + SHARERS * _EXCHANGE_BYTES + _OVERHEAD
 
 
 def _staying_tiles(chunks: int, staying: int) -> int:
@@ -150,11 +142,6 @@ def choose_float32_forward_config(head_dim: int, head_dim_v: int) -> Float32Forw
     return Float32ForwardConfig(chunks, value_chunks, *cut_shared_rows(chunks))
 
 
-def float32_forward_shared_memory(config: Float32ForwardConfig) -> int:
-    """An estimate of the shared memory of a program in bytes."""
-    return shared_rows_memory(config.chunks, config.staying, config.places)
-
-
 def parts_pay(call: Call) -> bool:
     """Whether products of parts are faster than the portable kernels, which cut a row into parts as they go."""
     tiles = call.batch * call.heads * -(-call.rows_q // CONSUMER_ROWS)
@@ -169,10 +156,7 @@ WIDTH = 128
 NARROW_BACKWARD = 64
 
 #: Tiles on chip of the visited rows of a step, of q and dout or of k and v. The own rows have as many.
-VISITED_TILES = 2 * PARTS
-
-#: Bytes of a tile of `WIDTH` columns.
-_WIDTH_BYTES = 2 * WIDTH * CONSUMER_ROWS
+_VISITED_TILES = 2 * PARTS
 
 #: All own chunks of dk and dq stay on chip if that leaves so many places for what streams. Else so many chunks stay.
 _PLACES_BESIDE_ALL, _STAYING = 8, 4
@@ -204,7 +188,7 @@ def choose_float32_wide_config(head_dim: int, head_dim_v: int) -> Float32WideCon
     """The cut of a call. Two streams have places by how many tiles of a step come through them."""
     chunks, value_chunks = -(-head_dim // CHUNK), -(-head_dim_v // CHUNK)
     staying, places = cut_shared_rows(chunks)
-    room = (SHARED_MEMORY - OVERHEAD - EXCHANGE_BYTES) // TILE_BYTES
+    room = (SHARED_MEMORY - _OVERHEAD - _EXCHANGE_BYTES) // _CHUNK_BYTES
     staying_scores, staying_values = chunks, value_chunks
     all_stay = room - PARTS * (chunks + value_chunks) >= _PLACES_BESIDE_ALL
     if not all_stay:
@@ -228,18 +212,39 @@ def choose_float32_wide_config(head_dim: int, head_dim_v: int) -> Float32WideCon
     )
 
 
-def float32_shared_memory() -> tuple[int, int]:
-    """Estimates of the shared memory of a program in bytes: of the kernel of dv, and of that of dk and dq."""
-    of_values = 2 * VISITED_TILES * _WIDTH_BYTES + OVERHEAD
-    return of_values, of_values + EXCHANGE_BYTES
+class SeparateCut(NamedTuple):
+    """How the kernels of dv, dk and dq of a call are cut.
+
+    Attributes:
+        config: None if it depends on nothing: of float32 with heads of up to `WIDTH` columns.
+        keys_of_dv: of a program. Each of two warpgroups has 64, or both share them.
+        stages, memory: of the kernel of dv, and of that of dk and dq: tiles on chip of visited rows, and an estimate of
+            the shared memory of a program in bytes.
+    """
+
+    config: WideBackwardConfig | Float32WideConfig | None
+    keys_of_dv: int
+    stages: tuple[int, int]
+    memory: tuple[int, int]
 
 
-def float32_wide_shared_memory(config: Float32WideConfig) -> tuple[int, int]:
-    """The same of the kernels of wide heads."""
-    staying = config.staying_scores + config.staying_values
-    tiles = PARTS * staying + config.weight_places + config.gradient_places
-    of_values = shared_rows_memory(config.chunks, config.staying, config.places)
-    return of_values, tiles * TILE_BYTES + EXCHANGE_BYTES + OVERHEAD
+def separate_cut(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> SeparateCut:
+    """The cut of a call of wide heads, or of float32."""
+    if dtype is not torch.float32:
+        wide = choose_wide_backward_config(head_dim, head_dim_v)
+        visited = wide.score_places + wide.value_places
+        of_values = 2 * max(wide.chunks, -(-wide.value_chunks // wide.parts)) + wide.places
+        of_scores = wide.chunks + wide.value_chunks + visited + 1
+        memory = of_values * _CHUNK_BYTES + _OVERHEAD, of_scores * _CHUNK_BYTES + _OVERHEAD
+        return SeparateCut(wide, KEYS_OF_DV, (wide.places, visited), memory)
+    if not is_wide_float32(head_dim, head_dim_v):
+        of_values = 2 * _VISITED_TILES * 2 * WIDTH * CONSUMER_ROWS + _OVERHEAD
+        return SeparateCut(None, KEYS_OF_DV, (_VISITED_TILES, _VISITED_TILES), (of_values, of_values + _EXCHANGE_BYTES))
+    streamed = choose_float32_wide_config(head_dim, head_dim_v)
+    visited = streamed.weight_places + streamed.gradient_places
+    tiles = PARTS * (streamed.staying_scores + streamed.staying_values) + visited
+    memory = shared_rows_memory(streamed), tiles * _CHUNK_BYTES + _EXCHANGE_BYTES + _OVERHEAD
+    return SeparateCut(streamed, CONSUMER_ROWS, (streamed.places, visited), memory)
 
 
 def serves_float32(call: Call) -> bool:
@@ -253,8 +258,3 @@ def serves_float32(call: Call) -> bool:
 def is_wide_float32(head_dim: int, head_dim_v: int) -> bool:
     """Whether it is those of `float32_wide_backward`."""
     return max(head_dim, head_dim_v) > WIDTH
-
-
-def float32_dv_keys(head_dim: int, head_dim_v: int) -> int:
-    """Keys of a program of dv: each of two warpgroups has 64, or both share them."""
-    return CONSUMER_ROWS if is_wide_float32(head_dim, head_dim_v) else 2 * CONSUMER_ROWS
