@@ -42,7 +42,7 @@ class Machine:
 #: columns, 16,384 tokens, causal), and `near` what NCCL reached when four of them exchanged heads (0.61 ms for 151 MB;
 #: NVLink 4 has 450 GB/s each way). `far` is 80 % of one 400 Gb/s port for each GPU, memory 80 % of 4.8 TB/s; these
 #: shares and the latency are assumptions, to be exchanged for measurements.
-H200 = Machine(forward=795e12, backward=633e12, near=240e9, far=40e9, memory=3.8e12)
+H200 = Machine(forward=790e12, backward=669e12, near=240e9, far=40e9, memory=3.8e12)
 
 
 @dataclass(frozen=True)

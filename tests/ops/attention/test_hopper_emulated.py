@@ -412,7 +412,10 @@ _GROUPS: dict[str, _Calls] = {
         ends=(_BACKWARD, _END, _SHARES),
     ),
     "heads that share keys in one walk": _Calls(
-        [_case(128, heads=h, heads_kv=h_kv, seq_q=300, seq_k=100, causal=True) for h, h_kv in ((3, 1), (2, 2))],
+        [
+            _case(128, heads=2, heads_kv=heads_kv, seq_q=seq_q, seq_k=100, causal=True)
+            for heads_kv, seq_q in ((1, 120), (2, 300))
+        ],
         ends=(_BACKWARD, _END), never=_SHARES,
     ),
     # Of short calls, and in narrow windows.
