@@ -437,7 +437,7 @@ def test_gpu_changes(change: dict[str, Any], dtype: torch.dtype, latent_plans: l
     "change",
     [{"cache_dtype": torch.float8_e4m3fn, "factors": "rows", "heads": 128},
      {"cache_dtype": torch.float8_e4m3fn, "factors": "one", "dtype": torch.float16},
-     {"cache_dtype": torch.float8_e5m2, "factors": "pages", "queries": (100, 1, 0, 3)},
+     {"cache_dtype": torch.float8_e5m2, "factors": "pages", "queries": (100, 1, 0, 3), "capacity": 1400},
      {"cache_dtype": torch.int8, "factors": "heads", "heads": 128, "left": (901, 0, 77), "seq_q": 9, "seq_new": 9},
      {"heads": 128, "queries": (5, 300, 1, 0)}],
     ids=["fp8", "float16", "e5m2", "int8", "16 bits"],
