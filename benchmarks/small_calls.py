@@ -9,7 +9,6 @@ the device's, whichever is longer. Rows of it have the operation `attention-eage
 from __future__ import annotations
 
 import argparse
-import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,70 +20,17 @@ from flashtile.bench.ahead import compile_ahead
 from flashtile.bench.cases import Case
 from flashtile.bench.commands import default_device
 from flashtile.bench.implementations import IMPLEMENTATIONS
-from flashtile.bench.masks import PADDING
-from flashtile.bench.oracle import AttentionProblem
+from flashtile.bench.oracle import AttentionProblem, HostProblem
 from flashtile.bench.record import Recorder, Row, command_line
 from flashtile.bench.report import mean_tables
 from flashtile.bench.runner import run_case, side_stream
+from flashtile.bench.tables import small_cases
+from flashtile.bench.timing import HostTimer
 
-#: FLOPs of a forward, and tokens of a batch, at most.
-_MOST_FLOPS, _MOST_TOKENS = 2e10, 2**14
-_HEAD_DIMS, _HEADS = (32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256), (2, 4, 8, 12, 16, 32)
-_KINDS = (*("plain",) * 6, "window", "softcap", "packed", "dropout", "padding", "mask", "bias")
 _MEASURED = ("flashtile-auto", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "torch-varlen")
 
 
-def draw_cases(count: int, seed: int) -> list[Case]:
-    """Lengths and tokens are drawn evenly on a scale of logarithms."""
-    draw = random.Random(seed)
-    cases: list[Case] = []
-    while len(cases) < count:
-        seq = int(2 ** draw.uniform(4, 12))
-        if draw.random() < 0.5:
-            seq = max(16, seq // 64 * 64)
-        batch = max(1, round(2 ** draw.uniform(4, 14) / seq))
-        head_dim, heads, group = draw.choice(_HEAD_DIMS), draw.choice(_HEADS), draw.choice((1, 1, 4))
-        kind, causal = draw.choice(_KINDS), draw.random() < 0.5
-        flops = 4 * batch * heads * seq**2 * head_dim
-        if heads % group or flops > _MOST_FLOPS or batch * seq > _MOST_TOKENS:
-            continue
-        more: dict[str, Any] = {
-            "plain": {"causal": causal},
-            "window": {"causal": True, "window": (draw.randrange(8, 512), 0)},
-            "softcap": {"causal": causal, "softcap": 30.0},
-            "packed": {"causal": causal},
-            "dropout": {"causal": causal, "dropout_p": 0.1},
-            "padding": {"mask": PADDING},
-            "mask": {"mask": "random0.5"},
-            "bias": {"bias": "1HSS"},
-        }[kind]
-        if kind == "packed":
-            more["lengths"] = tuple(max(8, int(seq * draw.uniform(0.2, 1))) for _ in range(batch))
-            seq = max(more["lengths"])
-        cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, **more))
-    return cases
-
-
-class EagerTimer:
-    """Times calls that are enqueued back to back, until the device has finished the last one."""
-
-    kind = "back-to-back"
-    _CALLS = 30
-
-    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
-        self._function = function
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def sample(self, seconds: float) -> list[float]:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(self._CALLS):
-            self._function()
-        self._wait()
-        return [(time.perf_counter() - start) / self._CALLS * 1e3]
-
-
-class EagerProblem(AttentionProblem):
+class EagerProblem(HostProblem):
     """One call as a program makes it, without a CUDA graph."""
 
     phases = ("fwd-nograd", "fwd+bwd")
@@ -93,11 +39,8 @@ class EagerProblem(AttentionProblem):
         super().__init__(case, device)
         self.op = "attention-eager"
 
-    def timer(self, call: Callable[[], Any]) -> EagerTimer:
-        return EagerTimer(call, self.device)
-
-    def speed(self, phase: str, ms: float) -> dict[str, Any]:
-        return {}
+    def timer(self, call: Callable[[], Any]) -> HostTimer:
+        return HostTimer(call, self.device, finished=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     begin, device = time.perf_counter(), default_device()
-    cases = draw_cases(options.count, options.seed)
+    cases = small_cases(options.count, options.seed)
     measured = [each for each in IMPLEMENTATIONS if each.name in _MEASURED]
     if options.jobs:
         compile_ahead("attention", cases, measured, device, options.jobs)

@@ -230,7 +230,7 @@ class BertProblem(StepsProblem):
         with self.device:
             return build(case.config, self._state)
 
-    def eager_of(self, bound: Training) -> dict[str, Tensor]:
+    def eager_results(self, bound: Training) -> dict[str, Tensor]:
         return self._narrow if bound.ours else self.eager
 
     def _trained(

@@ -218,6 +218,12 @@ _HEADS, _COMMON_HEADS = (4, 6, 8, 12, 16, 20, 24, 32, 40), (8, 12, 16, 32, 32)
 _KINDS = (*("plain",) * 6, "window", "cross", "packed", "dropout")
 
 
+#: Of small calls: FLOPs of a forward and tokens of a batch at most, sizes of heads and their numbers, and kinds.
+_SMALL_FLOPS, _SMALL_TOKENS = 2e10, 2**14
+_SMALL_HEAD_DIMS, _SMALL_HEADS = (32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256), (2, 4, 8, 12, 16, 32)
+_SMALL_KINDS = (*("plain",) * 6, "window", "softcap", "packed", "dropout", "padding", "mask", "bias")
+
+
 def common_cases(count: int = 40, seed: int = 5) -> list[Case]:
     """Heads of 64 and 128 in bfloat16, with and without a causal mask, grouped and not, of 128 to 32,768 tokens."""
     draw = random.Random(seed)
@@ -268,6 +274,38 @@ def odd_cases(count: int = 60, seed: int = 1) -> list[Case]:
         elif _flops(batch, seq, keys, heads, head_dim) > _MOST_FLOPS:
             continue
         more["causal"] = causal and kind not in ("window", "cross")
+        cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, **more))
+    return cases
+
+
+def small_cases(count: int, seed: int) -> list[Case]:
+    """Calls below 0.1 ms of a GPU, with heads of 32 to 256; windows, packed batches, dropout, masks, biases."""
+    draw = random.Random(seed)
+    cases: list[Case] = []
+    while len(cases) < count:
+        seq = _logarithmic(draw, 4, 12)
+        if draw.random() < 0.5:
+            seq = max(16, seq // 64 * 64)
+        batch = max(1, round(2 ** draw.uniform(4, 14) / seq))
+        head_dim, heads, group = draw.choice(_SMALL_HEAD_DIMS), draw.choice(_SMALL_HEADS), draw.choice((1, 1, 4))
+        kind, causal = draw.choice(_SMALL_KINDS), draw.random() < 0.5
+        flops = _flops(batch, seq, seq, heads, head_dim)
+        if heads % group or flops > _SMALL_FLOPS or batch * seq > _SMALL_TOKENS:
+            continue
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {"causal": causal},
+            "window": {"causal": True, "window": (draw.randrange(8, 512), 0)},
+            "softcap": {"causal": causal, "softcap": 30.0},
+            "packed": {"causal": causal},
+            "dropout": {"causal": causal, "dropout_p": 0.1},
+            "padding": {"mask": PADDING},
+            "mask": {"mask": "random0.5"},
+            "bias": {"bias": "1HSS"},
+        }
+        more = kinds[kind]
+        if kind == "packed":
+            more["lengths"] = tuple(max(8, int(seq * draw.uniform(0.2, 1))) for _ in range(batch))
+            seq = max(more["lengths"])
         cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, **more))
     return cases
 

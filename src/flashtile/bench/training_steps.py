@@ -222,12 +222,12 @@ class StepsProblem(base.Problem):
         super().__init__(case, device)
         self.autocast = case.dtype == "bf16"
 
-    def eager_of(self, bound: Any) -> dict[str, Tensor]:
+    def eager_results(self, bound: Any) -> dict[str, Tensor]:
         """The eager losses that say what rounding may do to those of an implementation."""
         return self.eager
 
     def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
-        verdict = judge_losses(results, self.exact, self.eager_of(bound), self.autocast)
+        verdict = judge_losses(results, self.exact, self.eager_results(bound), self.autocast)
         if self.dropped is None or verdict.why is not None:
             return verdict
         return verdict._replace(why=judge_dropout(results, self.dropped).why)

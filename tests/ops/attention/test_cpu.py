@@ -129,7 +129,7 @@ def no_tiles(monkeypatch):
     def refuse(*_):
         raise AssertionError("the tiles computed a call that PyTorch's flash attention serves")
 
-    monkeypatch.setattr(tiles, "multiplies_float16", lambda: True)
+    monkeypatch.setattr(tiles, "has_float16_matmul", lambda: True)
     monkeypatch.setattr(tiles, "emulates_bfloat16", lambda: False)
     monkeypatch.setattr(cpu.tiled, "forward", refuse)
     monkeypatch.setattr(cpu.tiled, "backward", refuse)
@@ -370,7 +370,7 @@ def test_served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype, served, s
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("x86", [False, True])
 def test_16_bits_go_to_pytorch_where_that_is_faster(fast, x86, monkeypatch):
-    monkeypatch.setattr(tiles, "multiplies_float16", lambda: fast)
+    monkeypatch.setattr(tiles, "has_float16_matmul", lambda: fast)
     monkeypatch.setattr(tiles, "emulates_bfloat16", lambda: not fast)
     monkeypatch.setattr(tiles, "has_x86_vectors", lambda: x86)
     call = SPEC, SIDE, SHAPE, SHAPE, SHAPE

@@ -244,7 +244,7 @@ def test_bad_lengths_raise_as_the_call_itself(cu_seqlens, arguments, error, mess
 
 
 def test_under_autocast_it_tells_of_the_dtype_that_the_call_has(monkeypatch):
-    monkeypatch.setattr(tiles, "multiplies_float16", lambda: False)
+    monkeypatch.setattr(tiles, "has_float16_matmul", lambda: False)
     rows = torch.empty(1, 10, 2, 64)
     with torch.autocast("cpu", torch.float16):
         found = flashtile.explain(rows, rows, rows, causal=True)

@@ -305,7 +305,7 @@ class Differentiable:
         return None if launch is None else RepeatedCall(self, tensors, inputs, spec, backend, launch)
 
     def found_gradients(self, given: Any, ctx: Any, scalars: tuple[Any, ...], backend: str) -> Any:
-        """What the backward finds, from its tensors and scalars."""
+        """The results of the backward, from its tensors and scalars."""
         if self.complete is not None:
             given = self.complete(given, ctx, *scalars)
         if dispatch.batched(*given[: self.outputs]):

@@ -1,4 +1,4 @@
-"""What the backends in PyTorch's operations share: new rows, rotated queries, and the call of attention."""
+"""The CPU and the reference share this: appending rows, rotating queries, and the call of attention."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def served_by_torch(
     if reason is not None:
         return False, f"flashtile tiles: {reason}"
     of = " of each packed sequence" if side.packed else ""
-    # Of a single row, the left side of a window leaves a slice of the keys.
+    # The left side of a window leaves a single row a slice of the keys.
     if side.changes_scores or (spec.window_left is not None and (side.packed or q_shape[-3] != 1)):
         return True, f"PyTorch's CPU flash attention, on rectangles{of} with tables of what changes the scores"
     return True, f"PyTorch's CPU flash attention: nothing changes the scores, and rectangles{of} are visible"
@@ -260,7 +260,7 @@ def _unsupported_reason(
 
 def _slow_reason(dtype: torch.dtype, wanted: Wanted | None) -> str | None:
     """Why the tiles are the better choice: faster, or the only ones with all gradients that are wanted; else None."""
-    emulates_float16 = dtype is torch.float16 and not tiles.multiplies_float16()
+    emulates_float16 = dtype is torch.float16 and not tiles.has_float16_matmul()
     if wanted is None:
         if emulates_float16 and not tiles.has_x86_vectors():
             return "PyTorch's CPU flash attention takes several times longer in float16 on a CPU without its products"

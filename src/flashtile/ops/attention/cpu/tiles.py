@@ -367,16 +367,16 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     bfloat16 stays bfloat16 where the CPU multiplies it, at twice the speed of float32; what is rounded then is what
     eager attention rounds too. The scores are always made in the compute dtype.
     """
-    return dtype if dtype is torch.bfloat16 and multiplies_bfloat16() else compute_dtype(dtype)
+    return dtype if dtype is torch.bfloat16 and has_bfloat16_matmul() else compute_dtype(dtype)
 
 
 @functools.cache
-def multiplies_bfloat16() -> bool:
+def has_bfloat16_matmul() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
 @functools.cache
-def multiplies_float16() -> bool:
+def has_float16_matmul() -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
@@ -389,7 +389,7 @@ def has_x86_vectors() -> bool:
 @functools.cache
 def emulates_bfloat16() -> bool:
     """Whether PyTorch multiplies bfloat16 by float32 on an x86 processor, which has no such products."""
-    return has_x86_vectors() and not multiplies_bfloat16()
+    return has_x86_vectors() and not has_bfloat16_matmul()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The kernel that converts operands ahead: float32 into three bfloat16 parts, 8-bit values into bfloat16.
 
 A float32 number is the sum of three bfloat16 numbers, its *parts*: high, middle and low. A product of two is six
-products of parts; the other three are at most 2⁻²⁵ of it. Of a row the low parts come first, then the middle and the
-high ones, each as wide as the kernels read.
+products of parts; the other three are at most 2⁻²⁵ of it. A row begins with its low parts; the middle and the high
+ones follow, each as wide as the kernels read.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _planned(call: Call) -> dict[KernelName, PortableKernel]:
 
 @plan_cache
 def _plan_forward(call: Call) -> Pipeline:
-    """Of a forward, or of column sums, which read lse too."""
+    """The pipeline of a forward, or of column sums, which read lse too."""
     (planned,) = _planned(call).values()
     given = "q", "k", "v", *aux_buffers(call), *(("lse",) if call.phase == "column_sums" else ())
     return Pipeline(call.device, planned.kernels, given, planned.outputs)

@@ -106,11 +106,11 @@ def gathers_latent(call: SplitCall) -> bool:
     *_, head_dim, _ = call.shape
     outer, row, _ = call.cache_strides[0]
     widens = call.cache_itemsize == 1 and head_dim == _WIDENED_COLUMNS and outer % _ALIGNED == row % _ALIGNED == 0
-    many = _tiles_of_sequence(call, _LATENT_ROWS) > _WIDENED_TILES
+    many = _sequence_tiles(call, _LATENT_ROWS) > _WIDENED_TILES
     return not widens or (many and not _first_reason(_gathering(call, gathered_sequences(call, 1), head_dim)))
 
 
-def _tiles_of_sequence(call: SplitCall, rows: int) -> int:
+def _sequence_tiles(call: SplitCall, rows: int) -> int:
     """Tiles of so many queries times heads that a sequence has, on average."""
     batch, seq_q, heads, *_ = call.shape
     queries = seq_q if call.total_q is None else -(-call.total_q // max(batch, 1))
@@ -122,7 +122,7 @@ def _is_gathering_cheaper(call: SplitCall) -> bool:
     read the cache, by the bytes of a cached row: that kernel reads keys and values for each tile of queries and heads,
     gathering reads a row and writes it, and the latent kernel reads that for each of its larger tiles."""
     *_, head_dim, head_dim_v = call.shape
-    portable, latent = (_tiles_of_sequence(call, rows) for rows in (_PORTABLE_ROWS, _LATENT_ROWS))
+    portable, latent = (_sequence_tiles(call, rows) for rows in (_PORTABLE_ROWS, _LATENT_ROWS))
     read = portable * (head_dim + head_dim_v) * call.cache_itemsize
     gathered = head_dim * (call.cache_itemsize + (1 + latent) * call.dtype.itemsize)
     return gathered <= _GATHERED_BYTES * read

@@ -1,5 +1,5 @@
 """Gathering the rows of a cache once, for all tiles of queries: dense keys and values of 16 bits, whatever pages and
-dtype they have in the cache. Of a latent cache the keys alone, whose first columns are the values.
+dtype they have in the cache. A latent cache has keys alone, whose first columns are the values.
 
 Shapes: N = BLOCK_N rows of a sequence, D = BLOCK_D columns of a head of k, E = BLOCK_E of v.
 """

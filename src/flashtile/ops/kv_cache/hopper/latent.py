@@ -102,11 +102,10 @@ NOTHING_SEEN = gl.constexpr(-(2.0**100))
 class KernelConfig:
     """What the kernel is specialised for.
 
-    PACKED: sequences have queries of their own. KIND: of the numbers of
-    a cache of 8 bits, or None. CAUSAL: a query sees the keys up to its diagonal. PAGE_SIZE: 0 without
-    pages. BOX: rows of the cache that a copy moves, which lie in one page. CUTS_BOX: the first visible row may lie
-    within a box (`load`). PARTIAL: out and lse are those of a split. DEFERRED: chunks of values whose products wait for
-    the scores of the next tile (`add_values`).
+    PACKED: sequences have queries of their own. KIND: format of a cache of 8 bits, or None. CAUSAL: a query sees the
+    keys up to its diagonal. PAGE_SIZE: 0 without pages. BOX: rows of the cache that a copy moves, which lie in one
+    page. CUTS_BOX: the first visible row may lie within a box (`load`). PARTIAL: out and lse are those of a split.
+    DEFERRED: chunks of values whose products wait for the scores of the next tile (`add_values`).
     """
 
     PACKED: gl.constexpr

@@ -163,7 +163,7 @@ def widen(q_desc, rows, shared, sequences, work, problem, config):
 
 @gluon.constexpr_function
 def rows_layout():
-    """Of a chunk in registers: each thread has four words of two rows."""
+    """The layout of a chunk in registers: each thread has four words of two rows."""
     return gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
 
 
@@ -190,7 +190,7 @@ def row_pages(sequences, index, work, problem, config):
 
 @gluon.jit
 def tile_rows(rows, pages, index, work, config):
-    """Where the rows of a tile lie in the cache."""
+    """The places in the cache of the rows of a tile."""
     key, there = tile_keys(index, work)
     row = key
     if config.PAGE_SIZE > 0:
