@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans
 from flashtile.bench.timing import make_timer
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile._backends import clear_plans, tma
 from flashtile._backends import launch as backend_launch
-from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, SideInputs, Wanted
@@ -88,9 +88,9 @@ def launched(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(hopper, "tile_counter", lambda device: _meta(2, dtype=torch.int32))
     monkeypatch.setattr(tma, "_encode", _encode)
-    backend_launch.clear_plans()
+    clear_plans()
     yield _LAUNCHED
-    backend_launch.clear_plans()
+    clear_plans()
 
 
 #: Strides of q, k and v, and of dout, of shape [batch, rows, heads, head_dim]; None = contiguous.

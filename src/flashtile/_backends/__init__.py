@@ -6,8 +6,15 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: Functions that empty each memory of decisions about calls and launches (`launch.clear_plans`).
+#: Functions that empty each memory of decisions about calls and launches (`clear_plans`).
 forgetters: list[Callable[[], None]] = []
+
+
+def clear_plans() -> None:
+    """Forgets all plans, and calls that have one, for tests and tools that change what they are made from. Compiled
+    kernels stay."""
+    for forget in forgetters:
+        forget()
 
 
 def picker(places: Sequence[int]) -> Callable[[Any], tuple]:

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashtile._backends import forgetters
+from flashtile._backends.tuned import Tuned, table_for
+
 
 class DeviceFacts(NamedTuple):
     """Facts of a GPU that kernel selection needs.
@@ -17,10 +20,12 @@ class DeviceFacts(NamedTuple):
     Attributes:
         arch: "sm_90" or "gfx942".
         shared_memory: bytes of on-chip memory that one program may use.
+        tuned: cuts that a user measured on it; None where kernels are cut by the shipped tables.
     """
 
     arch: str
     shared_memory: int
+    tuned: Tuned | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -139,13 +144,17 @@ def typical_multiprocessors(facts: DeviceFacts) -> int:
 def device_facts(device: torch.device) -> DeviceFacts:
     """Facts of a device that is present; reads its properties once."""
     if device.type == "cpu":
-        return INTERPRETER
+        return INTERPRETER._replace(tuned=table_for(None))
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         arch = properties.gcnArchName.split(":")[0]
-        return KNOWN_DEVICES.get(arch, DeviceFacts(arch, 64 * _KIB))
-    arch = f"sm_{properties.major}{properties.minor}"
-    return DeviceFacts(arch, properties.shared_memory_per_block_optin)
+        facts = KNOWN_DEVICES.get(arch, DeviceFacts(arch, 64 * _KIB))
+    else:
+        facts = DeviceFacts(f"sm_{properties.major}{properties.minor}", properties.shared_memory_per_block_optin)
+    return facts._replace(tuned=table_for(properties.name))
+
+
+forgetters.append(device_facts.cache_clear)
 
 
 def compile_target(facts: DeviceFacts) -> Any:

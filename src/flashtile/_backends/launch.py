@@ -309,13 +309,6 @@ def plan_cache(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made
     return cached
 
 
-def clear_plans() -> None:
-    """Forgets all plans, and calls that have one, for tests and tools that change what they are made from. Compiled
-    kernels stay."""
-    for forget in forgetters:
-        forget()
-
-
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """Compiles for `device`, which need not be present. Uses Triton's disk cache."""
     constants = source.constant_names

@@ -17,8 +17,8 @@ from support.compilation import needs_triton  # noqa: F401
 from triton import jit
 from triton import language as tl
 
+from flashtile._backends import clear_plans, together
 from flashtile._backends import launch as backend_launch
-from flashtile._backends import together
 from flashtile._backends.launcher import LoadedFunction
 from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.gpu import reductions
@@ -85,9 +85,9 @@ def launched(monkeypatch):
     monkeypatch.setattr("flashtile.ops.attention.call.current_machine", lambda device: HOPPER)
     monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
     monkeypatch.setattr("flashtile._backends.tma._described", lambda *given: (0,))
-    backend_launch.clear_plans()
+    clear_plans()
     yield found
-    backend_launch.clear_plans()
+    clear_plans()
 
 
 @pytest.mark.parametrize("module", [triton, hopper], ids=["triton", "hopper"])

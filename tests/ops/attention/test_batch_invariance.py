@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile._backends import devices
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans, devices
 from flashtile.ops.attention import repeated, select
 from flashtile.ops.kv_cache.hopper import backend
 from flashtile.testing import assert_same

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import flashtile
-from flashtile._backends import devices
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans, devices
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs

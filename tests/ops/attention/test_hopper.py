@@ -43,6 +43,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     separate_cut,
     shared_rows_memory,
 )
+from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted
 from support.attention.backend_calls import HOPPER, hopper_call, with_changes
@@ -1681,10 +1682,10 @@ def test_every_head_of_the_backward_fits_on_chip(softcap, blocks, left, ordered)
     for head_dim, head_dim_v in _HEADS:
         fields: dict[str, Any] = {"softcap": 30.0 * softcap, "block_tile": blocks, "deterministic": ordered}
         call = _backward_call(head_dim, head_dim_v, window_left=127 if left else None, **fields)
-        config = backward_configs.backward_config(call)
+        config = backward_configs.choose_backward_config(call)
         if softcap:
             learned = call._replace(wanted=Wanted(alibi_slopes=True))
-            apart = backward_configs.backward_config(learned)
+            apart = backward_configs.choose_backward_config(learned)
             assert backward_configs.backward_shared_memory(apart, learned) <= configs.SHARED_MEMORY
             assert apart.sum_columns in (32, 64)
             if apart.block_n < config.block_n:  # with more keys a thread would spill more
@@ -1777,7 +1778,7 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form, monkeypatch):
     told = []
     monkeypatch.setattr(tma, "_encode", lambda *arguments: told.append(arguments) or "descriptor")
     plan, call = hopper_plan(_EVERY_FORWARD[form]), machine_code.described_on_hopper(_EVERY_FORWARD[form])
-    described = forward._moved_tensors(call, configs.forward_config(call), None).values()
+    described = forward._moved_tensors(call, forward_config(call), None).values()
     made = [moved.maker()(4096)[0] for moved in described if moved.box is not None]
     assert made and set(made) == {"descriptor"}
     monkeypatch.undo()

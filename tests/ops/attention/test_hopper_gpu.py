@@ -12,7 +12,7 @@ import torch
 
 import flashtile
 from flashtile import BlockMask, patterns
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans
 from flashtile.ops.attention import select
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run
 from support.attention import left_out_tiles

@@ -21,12 +21,13 @@ from support.compilation import needs_triton  # noqa: F401
 
 # isort: split
 from flashtile import patterns
-from flashtile._backends import alignment, tma
+from flashtile._backends import alignment, clear_plans, tma
 from flashtile._backends import launch as backend_launch
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import Phase
-from flashtile.ops.attention.hopper import backward_configs, cache_launch, configs, forward, launch, unsupported_reason
+from flashtile.ops.attention.hopper import backward_configs, cache_launch, forward, launch, unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
+from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from support.attention.backend_calls import HOPPER, hopper_call
 
@@ -114,9 +115,9 @@ def launched():
         patched.setattr(launch, "tile_counter", lambda device: zeros)
         patched.setattr(tma, "_encoded", described)
         patched.setattr(tma, "_described", described)
-        backend_launch.clear_plans()
+        clear_plans()
         yield found
-        backend_launch.clear_plans()
+        clear_plans()
 
 
 @st.composite
@@ -313,7 +314,7 @@ def test_a_backward_passes_what_its_kernels_declare(launched, call, has_dlse):
     assert [name for name, tensor in described.items() if not main[f"{name}_desc"].is_of(tensor)] == []
     assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
-    config = backward_configs.backward_config(hopper_call("backward", q, k, v, side, spec))
+    config = backward_configs.choose_backward_config(hopper_call("backward", q, k, v, side, spec))
     if main["sums_ptr"] is not None:
         of_a_line = main["problem.group"] * main["problem.query_tiles"]  # for each thread block that takes whole ones
         sums = 4 * config.block_m * backward_configs.tile_width(q.shape[-1])
@@ -488,6 +489,6 @@ def test_a_number_for_a_kernel_is_a_field_of_its_struct(monkeypatch):
     monkeypatch.setattr(forward, "Problem", more)
     q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16)
     call = hopper_call("forward", q, q, q, SideInputs(), AttentionSpec(0.125))
-    kernel = forward.forward_kernel(call, configs.forward_config(call), 4, 2, 4, dynamic=False)
+    kernel = forward.forward_kernel(call, forward_config(call), 4, 2, 4, dynamic=False)
     found = backend_launch.specialise(kernel.function, kernel.described, kernel.constants, kernel.num_warps)
     assert found.run_time["problem.extra"] == backend_launch.int32(7)

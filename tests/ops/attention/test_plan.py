@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile._backends import allocate, devices
+from flashtile._backends import allocate, clear_plans, devices
 from flashtile._backends.alignment import power_of_two_factor
 
 if devices.triton_missing():
@@ -336,7 +336,7 @@ def test_prepared_launches_pass_what_others_pass(spec, has_dlse, monkeypatch):
     )  # fmt: skip
     machine = description.Machine("cuda", devices.KNOWN_DEVICES["sm_80"], 108)
     monkeypatch.setattr(description, "current_machine", lambda device: machine)
-    backend_launch.clear_plans()
+    clear_plans()
     q, out, dout = (torch.zeros(2, 70, 4, 64, dtype=torch.float16) for _ in range(3))
     k, v = (torch.zeros(2, 90, 2, 64, dtype=torch.float16) for _ in range(2))
     lse, side = torch.zeros(2, 4, 70), SideInputs(None, None, 70, 90)
@@ -354,7 +354,7 @@ def test_prepared_launches_pass_what_others_pass(spec, has_dlse, monkeypatch):
     renamed[launched[4][2][statistics]] = launched[1][2][statistics]
     for earlier, (source, programs, given, scalars) in zip(launched[:3], launched[3:], strict=True):
         assert earlier == (source, programs, tuple(renamed.get(each, each) for each in given), scalars)
-    backend_launch.clear_plans()
+    clear_plans()
 
 
 @pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile._backends import devices
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans, devices
 from flashtile.ops.attention.gpu.score_source import (
     SINE_SOURCE,
     derivative_source,

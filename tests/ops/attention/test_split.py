@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile._backends import devices
+from flashtile._backends import clear_plans, devices
 from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split import MAX_QUERIES, no_gain
@@ -211,7 +211,7 @@ def test_prepared_launches_pass_what_others_pass(monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(plan, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
-    backend_launch.clear_plans()
+    clear_plans()
     q, k, v = (torch.zeros(2, rows, 2, 64, dtype=torch.bfloat16) for rows in (1, 2000, 2000))
     lengths, slopes, sinks = torch.tensor([7, 900], dtype=torch.int32), torch.ones(2), torch.zeros(2)
     side = SideInputs(None, None, 1, 2000, lengths, alibi_slopes=slopes, sinks=sinks)
@@ -224,4 +224,4 @@ def test_prepared_launches_pass_what_others_pass(monkeypatch):
     (attend, given, scalars), _, (*again, scalars_again), _ = passed
     assert again[0] == attend == "attend_kernel" and scalars == scalars_again
     assert len(given) == 9 and given[:3] + given[5:] == again[1][:3] + again[1][5:]  # out and lse are new
-    backend_launch.clear_plans()
+    clear_plans()

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 import flashtile
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.gpu import plan as triton_plan
 from flashtile.ops.attention.gpu import reductions

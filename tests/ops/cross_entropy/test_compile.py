@@ -171,7 +171,7 @@ def test_programs(width, rows, programs):
 def test_cuts_are_sound(width):
     for device, itemsize, aligned in itertools.product(devices.KNOWN_DEVICES.values(), (2, 4), (False, True)):
         vector = 16 // itemsize if aligned else 1
-        config = kernels.tile_config(width, itemsize, vector, device)
+        config = kernels.tile_config(kernels.TileKey(width, itemsize, vector, backward=False), device)
         threads = config.num_warps * device.warp_size
         assert config.block_n & (config.block_n - 1) == 0 and config.block_n % vector == 0
         assert threads <= 1024 and config.block_n * itemsize <= 64 * threads

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile._backends import clear_plans
 from flashtile._backends.devices import interpreting, triton_missing
 from flashtile.ops.kv_cache import operator, repeated
 from flashtile.testing import assert_same
@@ -150,7 +151,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, general) -> Callable[[dict], object
     for module in (launch, split_plan):
         monkeypatch.setattr(module, "device_facts", lambda _: devices.KNOWN_DEVICES["sm_80"])
         monkeypatch.setattr(module, "multiprocessors", lambda _: 108)
-    backend_launch.clear_plans()
+    clear_plans()
 
     def found(arguments: dict) -> object:
         launched.clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans
 from flashtile.ops.attention.hopper import cache_launch
 from flashtile.ops.common.split_keys.configs import AttendTiles
 from flashtile.ops.common.split_keys.plan import Cut, SplitCall

@@ -14,9 +14,9 @@ from support.compilation import needs_triton  # noqa: F401
 
 # isort: split
 import flashtile
-from flashtile._backends import devices
+from flashtile._backends import clear_plans, devices
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.launch import Plan, clear_plans
+from flashtile._backends.launch import Plan
 from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.common.split_keys import plan as split_keys
 from flashtile.ops.common.split_keys.plan import SplitCall

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 import flashtile
+from flashtile._backends import clear_plans
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.launch import clear_plans, float32, int32, pointer, pointer_to, pointers
+from flashtile._backends.launch import float32, int32, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper import cache_launch
 from flashtile.ops.common.kernels import tanh

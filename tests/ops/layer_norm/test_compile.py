@@ -262,7 +262,7 @@ def test_backward_programs_stay(rows, programs):
 def test_cuts_are_sound(width):
     cuts = [(held_row_tile(width, device), device) for device in devices.KNOWN_DEVICES.values()]
     cuts += [
-        (kernels.backward_config(width, sums, size, dropout, device), device)
+        (kernels.backward_config(kernels.BackwardKey(width, sums, size, dropout), device), device)
         for device in devices.KNOWN_DEVICES.values()
         for sums in range(6) for size in (4, 6, 12, 20) for dropout in (False, True)
     ]  # fmt: skip

@@ -21,10 +21,10 @@ from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import TensorFacts
 from flashtile.ops.attention.gpu.reductions import BiasWork
 from flashtile.ops.attention.hopper.backward import main_kernel
-from flashtile.ops.attention.hopper.backward_configs import backward_config
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
 from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
+from flashtile.ops.attention.hopper.tuned_rows import backward_config
 from flashtile.ops.attention.spec import Origin, Wanted
 from support.compilation.machine_code import Call, described_call
 

@@ -33,7 +33,8 @@ from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.gpu.plan import PortableKernel, plan_kernel
 from flashtile.ops.attention.gpu.tile_configs import KernelName, kernel_tiles
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper.configs import HopperConfig, forward_config
+from flashtile.ops.attention.hopper.configs import HopperConfig
+from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import launch as triton_launch
 from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends import devices
+from flashtile._backends import devices, forgetters
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts
@@ -106,6 +106,9 @@ def current_machine(device: torch.device) -> Machine:
     """The machine of a device that is present."""
     facts, multiprocessors = devices.device_facts(device), devices.multiprocessors(device)
     return Machine(device.type, facts, multiprocessors, devices.triton_missing(), devices.interpreting())
+
+
+forgetters.append(current_machine.cache_clear)
 
 
 class Call(NamedTuple):
@@ -301,7 +304,8 @@ class Call(NamedTuple):
     @property
     def cut_by(self) -> Call:
         """The call by whose sizes kernels are cut. In the batch-invariant mode it is always one long sequence of the
-        same heads, dtypes and features, whatever the batch, the lengths and the layout are; else the call itself."""
+        same heads, dtypes and features, whatever the batch, the lengths and the layout are, on a GPU that nobody tuned;
+        else the call itself."""
         if not self.spec.batch_invariant:
             return self
         aux = self.aux._replace(
@@ -315,7 +319,8 @@ class Call(NamedTuple):
         )
         q, k, v = (_in_one_sequence(of) for of in (self.q, self.k, self.v))
         dout = None if self.dout is None else _in_one_sequence(self.dout)
-        return self._replace(q=q, k=k, v=v, dout=dout, aux=aux, same_lengths=False)
+        machine = self.machine._replace(facts=self.machine.facts._replace(tuned=None))
+        return self._replace(q=q, k=k, v=v, dout=dout, aux=aux, same_lengths=False, machine=machine)
 
     def tiles(self, rows: int, block: int) -> int:
         """Tiles of a sequence; of a packed call the slots of all its sequences, whose lengths the host does not know:

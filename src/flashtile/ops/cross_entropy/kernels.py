@@ -31,6 +31,7 @@ from flashtile._backends.launch import (
     pointer_to,
 )
 from flashtile._backends.pipeline import Kernel, Pipeline, launched
+from flashtile._backends.tuned import choose
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.kernels import tanh
 from flashtile.ops.cross_entropy.spec import (
@@ -381,8 +382,29 @@ class TileConfig(NamedTuple):
     num_warps: int
 
 
-def tile_config(width: int, itemsize: int, vector: int, device: DeviceFacts) -> TileConfig:
-    """The cut for rows of `width` columns. `vector`: columns that can be read and written at once, at most 16 bytes."""
+class TileKey(NamedTuple):
+    """What the cut looks at.
+
+    Attributes:
+        width: columns of a row.
+        itemsize: bytes of a logit.
+        vector: columns that can be read and written at once, at most 16 bytes.
+        backward: of the kernel of the gradient.
+    """
+
+    width: int
+    itemsize: int
+    vector: int
+    backward: bool
+
+
+def tile_config(key: TileKey, device: DeviceFacts) -> TileConfig:
+    """The cut of a kernel."""
+    return choose("cross_entropy", device, key, _shipped_config(key, device))
+
+
+def _shipped_config(key: TileKey, device: DeviceFacts) -> TileConfig:
+    width, itemsize, vector, _ = key
     reach = 1 << (width + vector - 2).bit_length()
     block_n = max(32 * vector, min(reach, _TILE_BYTES // itemsize))
     num_warps = max(1, block_n * itemsize // _WARP_BYTES)
@@ -419,7 +441,7 @@ def _forward_pipeline(
     logits, labels, weights = inputs
     (rows, width), itemsize = logits.shape, logits.dtype.itemsize
     check_rows("logits", rows)
-    config = tile_config(width, itemsize, 16 // itemsize, device_facts(device))
+    config = tile_config(TileKey(width, itemsize, 16 // itemsize, False), device_facts(device))
     parameters = {
         **_parameters(logits.dtype, labels.dtype, spec),
         "stride_row": int64(logits.strides[0]),
@@ -462,7 +484,7 @@ def backward(given: Any, spec: CrossEntropySpec, inplace: bool = False, *, at: i
     # As many columns as rows of both are equally far from a multiple of. New memory begins at one.
     lead, distance = at // itemsize, logits.strides[0] - dlogits.strides[0]
     vector = min(16 // itemsize, power_of_two_factor(0 if inplace else lead, distance))
-    config = tile_config(width, itemsize, vector, device_facts(device))
+    config = tile_config(TileKey(width, itemsize, vector, True), device_facts(device))
     tiles = _tiles(width, config)
     parameters = {
         **_parameters(logits.dtype, labels.dtype, spec),

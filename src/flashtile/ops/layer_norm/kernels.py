@@ -33,11 +33,11 @@ from flashtile._backends.launch import (
     pointer_to,
 )
 from flashtile._backends.pipeline import Kernel, Pipeline, launched
+from flashtile._backends.tuned import choose
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.kernels import kept_in_rows, load_dropout, reduce_partial
 from flashtile.ops.common.philox import keep_threshold
-from flashtile.ops.common.tiles import REDUCE, RowTile, row_tile
-from flashtile.ops.common.tiles import held_row_tile as forward_config
+from flashtile.ops.common.tiles import REDUCE, RowTile, held_row_tile, row_tile
 from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,
@@ -550,9 +550,41 @@ _BACKWARD_HEAVY = (
 _HEAVY_WHOLE = RowTile(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)
 
 
-def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts) -> RowTile:
-    """The cut of the backward kernel of rows of `width` columns, with `sums` over rows and dropout bits or not.
-    `bytes_per_column`: of all that it loads for one element."""
+class ForwardKey(NamedTuple):
+    """What the cut of the forward looks at: columns of a row."""
+
+    width: int
+
+
+class BackwardKey(NamedTuple):
+    """What the cut of the backward looks at.
+
+    Attributes:
+        width: columns of a row.
+        sums: how many gradients are sums over rows.
+        bytes_per_column: of all that the kernel loads for one element.
+        dropout: whether it makes dropout's bits.
+    """
+
+    width: int
+    sums: int
+    bytes_per_column: int
+    dropout: bool
+
+
+def forward_config(key: ForwardKey, device: DeviceFacts) -> RowTile:
+    """The cut of the forward kernel."""
+    return choose("norm.forward", device, key, held_row_tile(key.width, device))
+
+
+def backward_config(key: BackwardKey, device: DeviceFacts) -> RowTile:
+    """The cut of the backward kernel."""
+    return choose("norm.backward", device, key, _shipped_backward_config(*key, device))
+
+
+def _shipped_backward_config(
+    width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts
+) -> RowTile:
     table: tuple[tuple[int, RowTile], ...] = (
         _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
     )
@@ -579,7 +611,7 @@ def forward(operands: Any, spec: NormSpec, *, at: int, device: torch.device) -> 
     """z, x and statistics, of rows that are contiguous in themselves."""
     rows, width = operands.rows, operands.x0.shape[1]
     check_rows("x0", rows)
-    config = forward_config(width, device_facts(device))
+    config = forward_config(ForwardKey(width), device_facts(device))
     z, statistics = contiguous((spec.out_rows, width), operands.x0.dtype), contiguous((rows,), torch.float32)
     outputs = {
         "z": z,
@@ -610,7 +642,8 @@ def backward(given: Any, spec: NormSpec, wanted: Wanted, *, at: int, device: tor
     outputs = {name: layout if there else None for (name, layout), there in zip(layouts.items(), present)}
     matrices, count = ("dz", "dz1", "dx", "x", "x0"), sum(sums.values())
     bytes_per_column = sum(matrix.dtype.itemsize for name in matrices if (matrix := getattr(given, name)))
-    config = backward_config(width, count, bytes_per_column, spec.dropout_p > 0, device_facts(device))
+    key = BackwardKey(width, count, bytes_per_column, spec.dropout_p > 0)
+    config = backward_config(key, device_facts(device))
     statistic = contiguous((), torch.float32)
     parameters, constants = _shared(given, {**outputs, "partial": statistic}, matrices, at, rows, spec, config)
     summed = {f"SUMS_{name.upper()}": there for name, there in sums.items()}

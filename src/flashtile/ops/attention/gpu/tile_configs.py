@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
+from flashtile._backends.tuned import choose
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu import tile_tables
 from flashtile.ops.attention.gpu.score_source import tile_values
@@ -89,6 +90,12 @@ def tile_key_for(call: Call) -> TileKey:
 
 
 def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileConfig:
+    """What a user's table has for such calls, else the first row of the kernel's table that holds the head."""
+    as_wide = key._replace(head_dim=tile_width(key.head_dim), head_dim_v=tile_width(key.head_dim_v))
+    return choose(f"attention.{kernel}", device, as_wide, _shipped_tiles(kernel, device, key))
+
+
+def _shipped_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileConfig:
     """The first row of the kernel's table that holds the head, shrunk to fit the device. With a block mask, each tile
     lies in one of the mask: both are multiples of a power of two that a kernel can take."""
     if device.is_cuda and device.capability < 80:
@@ -137,7 +144,7 @@ def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig
     Packed sequences may have keys and no queries; then nobody would write dk and dv. Past 128 columns the tiles of dk
     and dv do not fit beside those of dq (sm_90, 256 columns: 335,872 bytes of on-chip memory).
     """
-    key, device = tile_key_for(call), call.machine.facts
+    key, device = tile_key_for(call), call.cut_by.machine.facts
     tiles = choose_tiles(kernel, device, key)
     one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(key) <= 128
     short = kernel == "dq" and key.length == "short" and not call.packed

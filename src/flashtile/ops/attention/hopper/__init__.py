@@ -20,6 +20,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     separate_cut,
     shared_rows_memory,
 )
+from flashtile.ops.attention.hopper.tuned_rows import backward_config, forward_config
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend
 
@@ -159,7 +160,7 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
 def _describe_forward(call: Call) -> tuple[KernelChoice, ...]:
     if call.dtype is torch.float32:
         return _describe_float32_forward(*call.head_dims)
-    config = configs.forward_config(call)
+    config = forward_config(call)
     memory = configs.shared_memory(config, *call.head_dims, call.dtype)
     summary = summarise((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
@@ -171,7 +172,7 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
         return _PARTS, *_describe_gradients(call)
     if is_wide(*call.head_dims):
         return _describe_gradients(call)
-    cut = dq_epilogue(backward_configs.backward_config(call), call).config
+    cut = dq_epilogue(backward_config(call), call).config
     memory = backward_configs.backward_shared_memory(cut, call)
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
     summary = summarise((cut.block_m, cut.block_n), warps, cut.stages, memory)

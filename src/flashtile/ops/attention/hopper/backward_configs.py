@@ -172,11 +172,17 @@ def tile_width(head_dim: int) -> int:
 
 
 #: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
-_LEAST_SCALE = 2.0**-64
+LEAST_SCALE = 2.0**-64
 
 
-def backward_config(call: Call) -> BackwardConfig:
-    """The row of a call: the first of its table that holds the head, with what the call asks of it.
+def rows_for(head_dim: int, head_dim_v: int, capped: bool) -> list[BackwardConfig]:
+    """All rows that plain calls with such heads may be cut by; `capped`: calls with a soft cap or dropout."""
+    rows = _BACKWARD_CAPPED_ROWS if capped else (*_BACKWARD_ROWS, *_BACKWARD_CAPPED_ROWS)
+    return [row.config for row in rows if row.holds(head_dim, head_dim_v)]
+
+
+def choose_backward_config(call: Call) -> BackwardConfig:
+    """The first row of the call's table that holds the head, with what the call asks of it.
 
     The widest heads have room for derivatives apart and for additions by TMA only if these take fewer columns.
     """
@@ -186,7 +192,7 @@ def backward_config(call: Call) -> BackwardConfig:
     row = row._replace(sum_columns=min(row.sum_columns, tile_width(call.head_dims[0])))
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     left = spec.window_left is not None
-    if (left and max(call.head_dims) <= 64) or 0 < abs(spec.scale) < _LEAST_SCALE:
+    if (left and max(call.head_dims) <= 64) or 0 < abs(spec.scale) < LEAST_SCALE:
         row = row._replace(statistics_multiplied=False)
     if spec.deterministic:
         # Key tiles add to dq in order. TMA's additions can be awaited without a fence (`backward_dq.pass_dq_turn`).
@@ -252,9 +258,13 @@ def separates_derivatives(call: Call) -> bool:
 
 def backward_shared_memory(config: BackwardConfig, call: Call) -> int:
     """Estimate of the shared memory of a program of the main backward kernel, in bytes."""
-    width = sum(map(tile_width, call.head_dims))
+    return row_shared_memory(config, *call.head_dims, separates_derivatives(call))
+
+
+def row_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int, apart: bool) -> int:
+    width = tile_width(head_dim) + tile_width(head_dim_v)
     rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
-    kinds = 2 + separates_derivatives(call) if config.split_roles else 1
+    kinds = 2 + apart if config.split_roles else 1
     handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
     if config.bias_by_tma:
         rows += config.block_m * config.block_n * config.stages
@@ -264,7 +274,7 @@ def backward_shared_memory(config: BackwardConfig, call: Call) -> int:
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
     handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
     # Measured: up to 12 bytes more for each.
-    more = sum(backward_chunks(width)[1] > 0 for width in call.head_dims) + config.bias_by_tma
+    more = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v)) + config.bias_by_tma
     return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * more + OVERHEAD
 
 

@@ -20,13 +20,13 @@ from flashtile.ops.attention.hopper.cache import CachedRows, Tokens
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     alone_with_stages,
-    forward_config,
     value_parts,
     with_all_stages,
 )
 from flashtile.ops.attention.hopper.forward import forward_kernel
 from flashtile.ops.attention.hopper.launch import tile_counter
 from flashtile.ops.attention.hopper.steps import step_kernels
+from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS, choose_splits

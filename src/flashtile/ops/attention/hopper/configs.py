@@ -1,7 +1,7 @@
 """How the Hopper forward is cut, and what all Hopper kernels share: frozen rows, and the pure functions that read them.
 
 Rows were measured on an H200 with Triton 3.6, bf16; `Row.measured`, or what stands above a name, says why.
-`backward_configs` has those of the backward. Nothing here needs Triton, but `forward_config` asks for its version.
+`backward_configs` has those of the backward. Nothing here needs Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from flashtile._backends.devices import triton_version
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.gpu.score_source import reads_by_key, tile_values
 from flashtile.ops.attention.gpu.tile_tables import Row, first_row
@@ -158,7 +157,7 @@ _ROWS = (
 _THREE_OF_HALF_KEYS = _THREE_CONSUMERS._replace(block_n=64, stages=8, ahead=32)
 
 #: The first Triton with such code.
-_SPILLS_FROM = 3, 8
+SPILLS_FROM = 3, 8
 
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
 #: or masked at its edges. Thousands of cycles, three consumers and this: causal, 1,024 tokens 459 and 349, 2,048 593
@@ -233,13 +232,18 @@ _LONG_8 = HopperConfig(
 LONG_8, LONG_8_CAUSAL = 2048, 8192
 
 
-def forward_config(call: Call) -> HopperConfig:
-    """The row of a call."""
-    return choose_config(call, spills=triton_version() >= _SPILLS_FROM)
+def rows_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> list[HopperConfig]:
+    """All rows that calls with such heads may be cut by."""
+    widest, rows = max(head_dim, head_dim_v), [first_row(_ROWS, head_dim, _part_width(head_dim_v))]
+    if widest <= 64:
+        return [*rows, _THREE_OF_HALF_KEYS, _NARROW, _HALF_KEYS, _ALONE]
+    if widest <= 128:
+        return [*rows, _HALF_KEYS, _WIDE_SINGLE, *[_LONG_8] * (dtype is FP8)]
+    return [*rows, rows[0]._replace(consumers=1, in_turn=False)] if widest <= _MAX_PART else rows
 
 
 def choose_config(call: Call, spills: bool = False) -> HopperConfig:
-    """The row of a call. `spills`: ptxas would spill (`_SPILLS_FROM`)."""
+    """The row of a call. `spills`: ptxas would spill (`SPILLS_FROM`)."""
     call = call.cut_by
     spec, dtype = call.spec, call.dtype
     head_dim, head_dim_v = call.head_dims

@@ -41,7 +41,6 @@ from flashtile.ops.attention.hopper.configs import (
     PRODUCER_REGISTERS,
     SHORT,
     HopperConfig,
-    forward_config,
     value_parts,
 )
 from flashtile.ops.attention.hopper.convert import Operand, convert_kernel, split_operands
@@ -64,6 +63,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     is_wide,
     separate_cut,
 )
+from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.hopper.wide_backward import Problem, attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.spec import (
     FP8,

@@ -13,11 +13,11 @@ from flashtile.ops.attention.gpu.tile_configs import choose_parts, choose_shares
 from flashtile.ops.attention.hopper.backward_configs import (
     BYTES_OF_A_COLUMN,
     BackwardConfig,
-    backward_config,
     dq_epilogue,
 )
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.modifiers import _first_line
+from flashtile.ops.attention.hopper.tuned_rows import backward_config
 
 #: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
 PAIRS_TOGETHER = gl.constexpr(8)

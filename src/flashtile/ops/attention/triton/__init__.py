@@ -41,7 +41,7 @@ def invariant_tiles(
 ) -> tuple[TileConfig, Precision, tuple[int, int]]:
     """Tiles of the forward in the batch-invariant mode, the precision of its products, and the columns of tiles."""
     key = TileKey(dtype, head_dim, head_dim_v, banded, "long", precision=dot_precision(dtype, device, tf32))
-    return choose_tiles("forward", device, key), key.precision, tile_widths(key)
+    return choose_tiles("forward", device._replace(tuned=None), key), key.precision, tile_widths(key)
 
 
 BACKEND = Backend("triton", "flashtile.ops.attention.triton.launch", unsupported_reason, describe)

@@ -12,12 +12,15 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
+from flashtile._backends.tuned import choose
 from flashtile.ops.common.tiles import power_of_two, tile_width
 
 #: The most parts into which the keys of a sequence are split.
 MAX_SPLITS = 128
 #: Share of the best speed that is good enough, if it takes fewer splits.
 _GOOD_ENOUGH = 0.95
+#: Rows of a tile, at least and at most.
+_LEAST_ROWS, _MOST_ROWS = 16, 64
 #: What a program costs beside its tiles of keys, in such tiles.
 _PROGRAM = 1
 #: Elements of a part that a program of the combining kernel has in flight.
@@ -157,7 +160,17 @@ _FLOAT32: _Table = (
 
 
 def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
-    """The tiles on a device: the first row of its table that holds the head, shrunk to the rows and to fit."""
+    """What a user's table has for such calls, else the first row of the device's table that holds the head."""
+    key = tile_key._replace(
+        head_dim=tile_width(tile_key.head_dim),
+        head_dim_v=tile_width(tile_key.head_dim_v),
+        rows=min(_MOST_ROWS, max(_LEAST_ROWS, power_of_two(tile_key.rows))),
+    )
+    return choose("decoding", device, key, _shipped_tiles(device, tile_key))
+
+
+def _shipped_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
+    """The first row of the device's table that holds the head, shrunk to the rows and to fit."""
     widest = max(tile_width(tile_key.head_dim), tile_width(tile_key.head_dim_v))
     if tile_key.dtype is torch.float32 or (device.is_cuda and device.capability < 80):
         # Triton has no tensor-core products on sm_75: it multiplies 16-bit operands as it does float32.
@@ -177,7 +190,7 @@ def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
     if tile_key.page_size and not tile_key.whole_words:
         # A load for each element, and its page in a register: more keys would spill.
         tiles = tiles._replace(block_n=min(tiles.block_n, 32))
-    tiles = tiles._replace(block_m=min(tiles.block_m, max(16, power_of_two(tile_key.rows))))
+    tiles = tiles._replace(block_m=min(tiles.block_m, max(_LEAST_ROWS, power_of_two(tile_key.rows))))
     return _fit(device, tiles, tile_key)
 
 

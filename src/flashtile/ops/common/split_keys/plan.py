@@ -52,7 +52,7 @@ class Cut(NamedTuple):
 
 def wide_cut(dtype: torch.dtype, head_dim: int, head_dim_v: int, facts: DeviceFacts, allow_tf32: bool) -> Cut:
     """The cut in that mode of heads that the forward does not have: as of many rows without pages."""
-    tiles = choose_tiles(facts, TileKey(dtype, head_dim, head_dim_v, rows=1024))
+    tiles = choose_tiles(facts._replace(tuned=None), TileKey(dtype, head_dim, head_dim_v, rows=1024))
     return Cut(tiles, _dot_precision(dtype, facts, allow_tf32), (tile_width(head_dim), tile_width(head_dim_v)))
 
 
