@@ -71,6 +71,22 @@ def test_the_tuners_of_norms_and_decoding_time_the_kernels(tmp_path):
         assert "GB/s" in printed and "failed" not in printed, printed
 
 
+@pytest.mark.parametrize("may_spill", [0, -1])
+def test_a_survey_fails_where_a_kernel_spills_more_than_is_stated(may_spill, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import compile_survey
+
+    command = f"survey --arch sm_86 --operation dense --kernel column_sum --json {tmp_path / 'records'}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(compile_survey, "companion_spills", lambda *form: may_spill)
+    assert compile_survey.main() == (may_spill < 0)
+    records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
+    bad = sum(record["spilled"] > may_spill for record in records)
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(records) > 2
+    assert total == f"sm_86: {len(records)} forms, 0 spill, {bad} past what is stated"
+
+
 def test_the_age_of_a_record_counts_functions_by_their_instructions():
     from tools.record_age import BEGIN, END, RESULTS, functions
 

@@ -55,6 +55,7 @@ from support.compilation.machine_code import (
     split_options,
     with_news,
 )
+from support.compilation.spills import attention_spills
 from support.running.covering import covering_choices
 
 _KERNELS = ("forward", "dq", "dkdv")
@@ -139,54 +140,6 @@ def _matrix() -> dict[_Fit, int]:
 _MATRIX = _matrix()
 
 
-#: What a thread may spill, in bytes, by (kernel, columns of a tile); 0 where nothing stands. Measured with Triton 3.6
-#: and rounded up to 64 bytes; dk/dv of 128 and 256 columns on sm_90 with 3.9, which spills more (88 and 256).
-_SPILLS: dict[str, dict[tuple[str, int], int]] = {
-    # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
-    # fastest in spite of these bytes.
-    "cuda 16-bit": {
-        ("dbias", 64): 64, ("dbias", 128): 64, ("dbias", 256): 64,
-        ("dq", 512): 64, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
-    },
-    # Ordinary units take whole rows of both operands through registers.
-    "cuda float32": {
-        ("dbias", 128): 64, ("forward", 64): 64, ("forward", 128): 320,
-        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 2240, ("dq", 512): 64,
-        ("dkdv", 128): 320, ("dkdv", 256): 2304,
-    },
-    # No tensor-core products (see `choose_tiles`), and 64 KiB of on-chip memory: no tiles in flight either.
-    "sm_75 16-bit": {
-        ("forward", 64): 384, ("dq", 64): 320, ("dq", 128): 256, ("dkdv", 64): 384, ("dkdv", 128): 320,
-        ("dkdv", 512): 64,
-    },
-    # Operands are split in registers.
-    "sm_90 float32": {
-        ("forward", 128): 384, ("forward", 256): 256,
-        ("dq", 64): 64, ("dq", 128): 128, ("dq", 256): 64, ("dq", 512): 64,
-        ("dkdv", 64): 384, ("dkdv", 128): 448, ("dkdv", 256): 384, ("dkdv", 512): 192,
-        ("column_sums", 128): 64, ("column_sums", 256): 64,
-    },
-    "sm_75 float32": {("dq", 64): 256, ("dq", 128): 192, ("dkdv", 64): 320, ("dkdv", 128): 256},
-    # Half as many registers in a program as on CDNA.
-    "gfx1100 16-bit": {
-        ("dq", 128): 64, ("dq", 256): 960, ("dkdv", 64): 64, ("dkdv", 128): 256, ("dkdv", 256): 1216,
-    },
-    "gfx1100 float32": {
-        ("forward", 64): 1408, ("forward", 128): 896, ("forward", 256): 512,
-        ("dq", 64): 1856, ("dq", 128): 1792,
-        ("dkdv", 64): 2560, ("dkdv", 128): 1856, ("dkdv", 512): 384,
-        ("column_sums", 64): 64, ("column_sums", 128): 320,
-    },
-    "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
-}  # fmt: skip
-
-
-def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> int:
-    precision = "float32" if dtype is _FP32 else "16-bit"
-    family = f"{'cuda' if arch.startswith('sm_') else 'hip'} {precision}"
-    return _SPILLS.get(f"{arch} {precision}", _SPILLS.get(family, {})).get((kernel, width), 0)
-
-
 _RELATIVE = flashtile.trace_score_mod(RelativeScore(torch.zeros(Call().heads, 33, requires_grad=True)))
 _TABLE = {
     "side.bias": "*bf16 % 16", "numbers.bias.stride_row": "i64 % 8", "numbers.bias.rows": None,
@@ -204,7 +157,7 @@ _TABLE = {
 )
 def test_fits(arch, kernel, dtype, heads):
     case = _Fit(arch, kernel, dtype, heads)
-    allowed = _spills_allowed(case.arch, case.dtype, case.kernel, tile_width(max(case.heads)))
+    allowed = attention_spills(case.arch, case.dtype, case.kernel, tile_width(max(case.heads)))
     on_tensor_cores = case.source.constants["PRECISION"] == "bf16x6"
     check_code(case.source, arch, _check_row, _MATRIX[case], allowed, on_tensor_cores)
 
@@ -356,7 +309,7 @@ def _on_hopper() -> list[Any]:
 
 @pytest.mark.parametrize("kernel, call", _on_hopper())
 def test_hopper_products_are_asynchronous(kernel, call):
-    allowed = _spills_allowed("sm_90", _BF16, kernel, call.head_dim)
+    allowed = attention_spills("sm_90", _BF16, kernel, call.head_dim)
     check_code(call_source(kernel, "sm_90", call), "sm_90", _check_asynchronous, allowed)
 
 
@@ -375,7 +328,7 @@ _FETCHED_AHEAD = {"forward": 3, "dq": 3, "dkdv": 3 if triton.__version__.startsw
 @pytest.mark.parametrize("kernel, width", [*zip(_FETCHED_AHEAD, (64, 128, 64, 128))])
 def test_hopper_fetches_a_bias_ahead(kernel, width):
     source = call_source(kernel, "sm_90", Call(head_dim=width, head_dim_v=width, bias=_BIAS))
-    allowed = _spills_allowed("sm_90", _BF16, kernel, width)
+    allowed = attention_spills("sm_90", _BF16, kernel, width)
     check_code(source, "sm_90", _check_fetched_ahead, _FETCHED_AHEAD[kernel], allowed)
 
 

@@ -100,6 +100,11 @@ def _source(arch: str, kernel: str, name: str) -> KernelSource:
     return plan(kernel, devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
 
+def sources(arch: str) -> dict[tuple[str, str], KernelSource]:
+    """What is compiled of every call here, by kernel and call (also for `tools/compile_survey.py`)."""
+    return {(kernel, name): _source(arch, kernel, name) for kernel in _KERNELS for name in _CALLS}
+
+
 def _matrix() -> dict[tuple[str, str, str], int]:
     """What is compiled, and the on-chip memory that it must fit."""
     cases = [(arch, *case) for case, archs in zip(_ELSEWHERE.items(), TURNS) for arch in archs if arch != "sm_90"]

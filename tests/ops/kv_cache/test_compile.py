@@ -13,6 +13,7 @@ from support.compilation import needs_triton  # noqa: F401
 # isort: split
 from flashtile._backends import devices
 from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.launch import KernelSource
 from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -28,6 +29,7 @@ from support.compilation.machine_code import (
     registers,
     sass,
 )
+from support.compilation.spills import companion_spills
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -155,19 +157,16 @@ _CALLS = {
     "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
 }  # fmt: skip
 
-#: What a thread may spill, in bytes, measured with Triton 3.6; 0 where nothing stands.
-_SPILLS: dict[tuple[str, str], int] = {
-    ("sm_80", "float32"): 16,
-    ("sm_80", "float32_512"): 16,
-    ("sm_90", "invariant_256"): 128,
-    ("sm_90", "invariant_float32"): 464,
-}
-
 
 def _kernels(arch: str, name: str) -> dict[str, Any]:
     """The kernels that a call launches."""
     made = plan_of(call_on(arch, _CALLS[name]), devices.KNOWN_DEVICES[arch])
     return {**(made.append.plans if made.append else {}), **made.split.plans}
+
+
+def sources(arch: str) -> dict[tuple[str, str], KernelSource]:
+    """What is compiled of every call here, by kernel and call (also for `tools/compile_survey.py`)."""
+    return {(kernel, name): plan.source for name in _CALLS for kernel, plan in _kernels(arch, name).items()}
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:
@@ -195,7 +194,7 @@ _MATRIX = _matrix()
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_fits(arch: str, kernel: str, name: str) -> None:
     source = _kernels(arch, name)[kernel].source
-    check_code(source, arch, check_fit, _MATRIX[arch, kernel, name], _SPILLS.get((arch, name), 0))
+    check_code(source, arch, check_fit, _MATRIX[arch, kernel, name], companion_spills(arch, "kv_cache", kernel, name))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from support.compilation.machine_code import (
     sharing_a_multiprocessor,
     with_news,
 )
+from support.compilation.spills import companion_spills
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -136,18 +137,14 @@ _OTHERS = {
     "backward": {"4096": ("sm_80", "gfx1100"), "65536": ("sm_86",), "everything": ("sm_75",)},
 }
 
-#: What a thread may spill, in bytes, where it is not 0.
-_SPILLS = {
-    ("sm_75", "backward", "everything"): 16,
-    ("sm_90", "backward", "dropout"): 16,
-    ("sm_90", "backward", "everything"): 16,
-    ("sm_90", "backward", "everything_looped"): 64,
-    ("sm_90", "backward", "fp32_looped"): 16,
-}
-
 
 def _source(arch: str, phase: str, call: Call) -> KernelSource:
     return _PLANS[phase](devices.KNOWN_DEVICES[arch], call_on(arch, call)).source
+
+
+def sources(arch: str) -> dict[tuple[str, str], KernelSource]:
+    """What is compiled of every call here, by kernel and call (also for `tools/compile_survey.py`)."""
+    return {(phase, name): _source(arch, phase, call) for phase in _PLANS for name, call in _CALLS.items()}
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:
@@ -169,7 +166,7 @@ def _with_kernels() -> list[Any]:
 def test_fits(arch, phase, name, kernel):
     source = _source(arch, phase, _CALLS[name])
     memory = _MATRIX[arch, phase, name] // sharing_a_multiprocessor(source)
-    spilled = _SPILLS.get((arch, phase, name), 0)
+    spilled = companion_spills(arch, "layer_norm", phase, name)
     vectors_of = phase if arch == "sm_90" and name in _WIDE else None
     adds_in_threads = (arch, phase, name) == ("sm_90", "backward", "dropout_looped")
     check_code(source, arch, _check_code, memory, spilled, vectors_of, adds_in_threads)

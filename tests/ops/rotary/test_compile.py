@@ -18,6 +18,7 @@ from flashtile.ops.rotary import kernels
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
+from support.compilation.spills import companion_spills
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -74,6 +75,11 @@ def _source(arch: str, name: str) -> KernelSource:
     return plan(devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
 
+def sources(arch: str) -> dict[tuple[str, str], KernelSource]:
+    """What is compiled of every call here, by kernel and call (also for `tools/compile_survey.py`)."""
+    return {("rotary", name): _source(arch, name) for name in _CALLS}
+
+
 def _matrix() -> dict[tuple[str, str], int]:
     """What is compiled, and the on-chip memory that it must fit."""
     cases = [(arch, name) for arch in TURNS[0] for name in ("plain", "everything")]
@@ -87,8 +93,7 @@ _MATRIX = _matrix()
 @pytest.mark.parametrize("arch, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_fits(arch, name):
     source = _source(arch, name)
-    # Three passes over heads whose elements are not aligned: 16 bytes on sm_90, none elsewhere.
-    spilled = 16 if (arch, name) == ("sm_90", "everything") else 0
+    spilled = companion_spills(arch, "rotary", "rotary", name)
     vectors = arch == "sm_90" and name != "everything"
     direct = vectors and name not in ("interleaved", "head_96")
     check_code(source, arch, _check_code, _MATRIX[arch, name], spilled, vectors, direct)

@@ -586,8 +586,11 @@ def _stack(cubin: bytes) -> int:
 
 
 def registers(binary: Binary) -> int:
-    """Registers of a thread."""
-    (found,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
+    """Registers of a thread (AMD: vector registers)."""
+    if "amdgcn" in binary.asm:
+        (found,) = re.findall(r"\.vgpr_count:\s*(\d+)", str(binary.asm["amdgcn"]))
+    else:
+        (found,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", bytes(binary.asm["cubin"])))
     return int(found)
 
 

@@ -1,0 +1,77 @@
+"""What a thread of a portable kernel may spill, in bytes: the one list that tests and `tools/compile_survey.py` hold.
+
+Measured with Triton 3.6. Other versions assign registers in their own way (decisions/compilers.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: What a thread may spill, in bytes, by (kernel, columns of a tile); 0 where nothing stands. Measured with Triton 3.6
+#: and rounded up to 64 bytes; dk/dv of 128 and 256 columns on sm_90 with 3.9, which spills more (88 and 256).
+_ATTENTION: dict[str, dict[tuple[str, int], int]] = {
+    # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
+    # fastest in spite of these bytes.
+    "cuda 16-bit": {
+        ("dbias", 64): 64, ("dbias", 128): 64, ("dbias", 256): 64,
+        ("dq", 512): 64, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
+    },
+    # Ordinary units take whole rows of both operands through registers.
+    "cuda float32": {
+        ("dbias", 128): 64, ("forward", 64): 64, ("forward", 128): 320,
+        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 2240, ("dq", 512): 64,
+        ("dkdv", 128): 320, ("dkdv", 256): 2304,
+    },
+    # No tensor-core products (see `choose_tiles`), and 64 KiB of on-chip memory: no tiles in flight either.
+    "sm_75 16-bit": {
+        ("forward", 64): 384, ("dq", 64): 320, ("dq", 128): 256, ("dkdv", 64): 384, ("dkdv", 128): 320,
+        ("dkdv", 512): 64,
+    },
+    # Operands are split in registers.
+    "sm_90 float32": {
+        ("forward", 128): 384, ("forward", 256): 256,
+        ("dq", 64): 64, ("dq", 128): 128, ("dq", 256): 64, ("dq", 512): 64,
+        ("dkdv", 64): 384, ("dkdv", 128): 448, ("dkdv", 256): 384, ("dkdv", 512): 192,
+        ("column_sums", 128): 64, ("column_sums", 256): 64,
+    },
+    "sm_75 float32": {("dq", 64): 256, ("dq", 128): 192, ("dkdv", 64): 320, ("dkdv", 128): 256},
+    # Half as many registers in a program as on CDNA.
+    "gfx1100 16-bit": {
+        ("dq", 128): 64, ("dq", 256): 960, ("dkdv", 64): 64, ("dkdv", 128): 256, ("dkdv", 256): 1216,
+    },
+    "gfx1100 float32": {
+        ("forward", 64): 1408, ("forward", 128): 896, ("forward", 256): 512,
+        ("dq", 64): 1856, ("dq", 128): 1792,
+        ("dkdv", 64): 2560, ("dkdv", 128): 1856, ("dkdv", 512): 384,
+        ("column_sums", 64): 64, ("column_sums", 128): 320,
+    },
+    "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
+}  # fmt: skip
+
+
+#: The same of other operations, by (architecture, operation, kernel, call of its `test_compile.py`).
+_COMPANIONS = {
+    ("sm_80", "kv_cache", "attend", "float32"): 16,
+    ("sm_80", "kv_cache", "attend", "float32_512"): 16,
+    ("sm_90", "kv_cache", "attend", "invariant_256"): 128,
+    ("sm_90", "kv_cache", "attend", "invariant_float32"): 464,
+    ("sm_75", "layer_norm", "backward", "everything"): 16,
+    ("sm_90", "layer_norm", "backward", "dropout"): 16,
+    ("sm_90", "layer_norm", "backward", "everything"): 16,
+    ("sm_90", "layer_norm", "backward", "everything_looped"): 64,
+    ("sm_90", "layer_norm", "backward", "fp32_looped"): 16,
+    # Three passes over heads whose elements are not aligned.
+    ("sm_90", "rotary", "rotary", "everything"): 16,
+}
+
+
+def attention_spills(arch: str, dtype: torch.dtype, kernel: str, width: int) -> int:
+    """Bytes that a kernel of attention may spill. `width`: columns of its tiles."""
+    precision = "float32" if dtype is torch.float32 else "16-bit"
+    family = f"{'cuda' if arch.startswith('sm_') else 'hip'} {precision}"
+    return _ATTENTION.get(f"{arch} {precision}", _ATTENTION.get(family, {})).get((kernel, width), 0)
+
+
+def companion_spills(arch: str, operation: str, kernel: str, call: str) -> int:
+    """Bytes that a kernel of another operation may spill."""
+    return _COMPANIONS.get((arch, operation, kernel, call), 0)
