@@ -37,6 +37,11 @@ class DeviceFacts(NamedTuple):
         return int(self.arch[3:]) if self.is_cuda else 0
 
     @property
+    def has_fp8_products(self) -> bool:
+        """Whether it multiplies float8_e4m3fn as it is, and Triton writes that."""
+        return self.capability >= 89 or self.arch in ("gfx950", "interpreter")
+
+    @property
     def warp_size(self) -> int:
         return 64 if self.arch.startswith("gfx9") else 32
 

@@ -20,6 +20,8 @@ from support.running.covering import covering_choices, turns
 from support.running.places import places
 
 FP8 = torch.float8_e4m3fn
+#: Whether the tensor cores of this machine's GPU multiply 8-bit numbers.
+_HAS_PRODUCTS = torch.cuda.is_available() and devices.device_facts(torch.device("cuda", 0)).has_fp8_products
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,16 @@ cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, c
 @places("reference", "cpu", "interpreted", "gpu", "hopper")
 @cases
 def test_every_number_stands_for_itself_times_its_factor(case, backend, device):
-    check(case, backend, device, multiplies_8_bits=backend == "hopper")
+    check(case, backend, device, multiplies_8_bits=device == "cuda" and _HAS_PRODUCTS)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_gpus_without_products_of_8_bits_multiply_in_float16(name, monkeypatch):
+    monkeypatch.setattr(devices.DeviceFacts, "has_fp8_products", False)
+    clear_plans()
+    check(CASES[name], "triton")
+    clear_plans()
 
 
 @cases
@@ -199,7 +210,8 @@ _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "a
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_portable_kernel_over_many_tiles(head_dim):
-    check(Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True}), "triton", "cuda")
+    case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True})
+    check(case, "triton", "cuda", multiplies_8_bits=_HAS_PRODUCTS)
 
 
 _LENGTHS = ((129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800))

@@ -254,7 +254,8 @@ def _block_numbers(call: Call, by_column: bool, staged: bool) -> BlockNumbers:
 
 
 def stored(dtype: torch.dtype) -> torch.dtype:
-    """As kernels read it: a mask as bytes, and 8-bit q, k and v, whose type not every compiler knows."""
+    """As kernels read it: a mask as bytes, and 8-bit q, k and v, whose type not every compiler knows, where they are
+    not multiplied as they are."""
     return torch.uint8 if dtype in (torch.bool, FP8) else dtype
 
 

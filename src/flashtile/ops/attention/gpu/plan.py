@@ -46,8 +46,9 @@ from flashtile.ops.attention.gpu.tile_configs import (
 )
 from flashtile.ops.attention.gpu.tile_tables import TileConfig
 from flashtile.ops.attention.gpu.tiles import RowTensors, Strides, TileShape
-from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
+from flashtile.ops.attention.spec import FP8, NOTHING_WANTED, out_dtype
 from flashtile.ops.common.checks import check_programs
+from flashtile.ops.common.tiles import tile_width
 
 
 class PortableKernel(NamedTuple):
@@ -187,6 +188,11 @@ def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call
     return PortableKernel(kernel, described, outputs, following if programs else {}, waves)
 
 
+def multiplies_fp8(call: Call) -> bool:
+    """Whether `q kᵀ` is a product of 8-bit numbers. Instructions for these take 32 columns at a time."""
+    return call.dtype is FP8 and call.machine.facts.has_fp8_products and tile_width(call.head_dims[0]) >= 32
+
+
 def _buffers(planned: _Planned) -> dict[str, str]:
     """The buffers of parameters whose names do not tell."""
     of_bias = "bias_parts" if planned.work.parts > 1 else "dbias"
@@ -203,6 +209,7 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
     call, kernel = planned.call, planned.kernel
     dtype, pointers = call.dtype, power_of_two_factor(call.misalignment)
     tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
+    scored = pointer_to(dtype, pointers) if multiplies_fp8(call) else tensor
     out = pointer_to(stored(out_dtype(dtype)), pointers)
     dlse = pointer_to(torch.float32 if call.has_dlse else None)
     # The kernel stores statistics only for the gradient of a logit without a key, and the gradient of a wanted bias.
@@ -211,7 +218,8 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
     if call.aux.bias is not None and (kernel == "dbias" or (short and call.wanted.bias)):
         sums = call.aux.bias.dtype if planned.work.parts == 1 else torch.float32
     return {
-        **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
+        **dict.fromkeys(("q_ptr", "k_ptr"), scored),
+        **dict.fromkeys((f"{name}_ptr" for name in ("v", "dout", "dq", "dk", "dv")), tensor),
         "out_ptr": out,
         "lse_ptr": statistics,
         "rows": RowTensors(

@@ -207,7 +207,8 @@ def load_rows(
 
 @triton.jit
 def as_operand(tile):
-    """A tile as a product takes it: e4m3 becomes float16, because neither all GPUs nor Triton have all conversions."""
+    """A tile as a product takes it: bytes of e4m3 become float16, because neither all GPUs nor Triton have all
+    conversions."""
     if tile.dtype == tl.uint8:
         # Sign, exponent and fraction of the one at their places in the other. Its exponent counts from 7, not from 15:
         # the number is 2⁸ times that, also where it has no leading one. NaN comes out as 480, which nothing else does.

@@ -13,7 +13,8 @@ For each key tile, with `c = scale · log2(e)`::
 and in the end `out = acc / l`, `lse = (m + log2 l) · ln 2`. Letters as in `tiles`. Key tiles come in three runs:
 masked, wholly visible, masked; only the masked ones pay for mask arithmetic. If a soft cap, a bias, ALiBi or a mask
 changes the scores, `c·s` is what `scores.modified_scores` makes of it. A sink is where `m` and `l` begin: `l = 1` at `m
-= sink · log2(e)`. 8-bit operands come as bytes, and the factors of q and k join the scale, that of v joins `1 / l`.
+= sink · log2(e)`. q and k in 8 bits are multiplied as they are, or come as bytes, as v does. The factors of q and k
+join the scale, that of v joins `1 / l`.
 
 Reference: Dao, "FlashAttention-2" (2023), algorithm 1.
 """
@@ -161,7 +162,10 @@ def _visit_key_tiles(
         score_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # The scale is positive (launch sees to it), so it can wait until after the maximum, where nothing else comes first.
     unit = LOG2_E if MODIFIED else scale * LOG2_E
-    V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
+    COLUMNS: tl.constexpr = CHUNK if CHUNK else BLOCK_D
+    # A row of 8-bit numbers is as long as one of half as many columns.
+    FP8: tl.constexpr = q_base.dtype.element_ty == tl.float8e4nv
+    V_WITH_K: tl.constexpr = swizzles_differ(COLUMNS // 2 if FP8 else COLUMNS, BLOCK_E)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
         q_tile = as_operand(
