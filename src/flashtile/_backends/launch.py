@@ -283,10 +283,27 @@ class Plan:
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
     def _first_launch(self, *given: Any) -> None:
+        if _noted:
+            _noted[-1].append(self.source)
+            return
         if not interpreting():
             _load_with_others(self)
         self.launch = make_launch(self.source, self.programs, self.scalars, self.device)
         self.launch(*given)
+
+
+_noted: list[list[KernelSource]] = []
+
+
+@contextlib.contextmanager
+def noting_kernels() -> Iterator[list[KernelSource]]:
+    """Within this context plans that were not launched before launch nothing, so results are undefined: what they would
+    compile is noted."""
+    _noted.append([])
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
 
 
 def _launch_nothing(*given: Any) -> None:

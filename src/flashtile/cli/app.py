@@ -12,6 +12,7 @@ import flashtile
 from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.bench_app import bench
 from flashtile.cli.call import Call
+from flashtile.cli.calls_to_tune import Calls
 from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
 
 if TYPE_CHECKING:
@@ -227,3 +228,29 @@ def warmup(
     seconds = time.perf_counter() - begin
     print_text(console, f"kernels for {len(wanted)} shapes are ready, after {seconds:.0f} s.")
     return True
+
+
+@app.command()
+@ends
+@takes(Calls)
+def tune(
+    calls: Calls,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time after which no measurement begins.")] = 10.0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default: one for each core.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure what the table has too.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show the table, and stop.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write the table to this file, and stop.")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Remove the table, and stop.")] = False,
+) -> bool:
+    """Measure how kernels are cut best on this GPU, and keep that in a table, which later processes read.
+
+    Results are checked before a time counts. Stop at any time: rows that are found stay, and the next run goes on. A
+    table is for one kind of GPU, one version of flashtile and one of Triton.
+    """
+
+    from flashtile.cli import tune as module
+
+    console, table = make_console(), module.open_table()
+    if show or export or reset:
+        return module.manage(table, export, reset, console)
+    return module.run(calls, table, minutes * 60, jobs, again, console)

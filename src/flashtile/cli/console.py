@@ -57,7 +57,11 @@ def takes(kind: type) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
             made = kind(**{name: given.pop(name) for name in list(given) if name in names})
             return function(made, **given)
 
-        of_kind = inspect.signature(kind, eval_str=True).parameters.values()
+        defaults = {field.name: field.default_factory() for field in fields(kind) if callable(field.default_factory)}
+        of_kind = [
+            parameter.replace(default=defaults.get(name, parameter.default))
+            for name, parameter in inspect.signature(kind, eval_str=True).parameters.items()
+        ]
         parameters = [*of_kind, *[*inspect.signature(function, eval_str=True).parameters.values()][1:]]
         return with_signature(command, function, parameters)
 

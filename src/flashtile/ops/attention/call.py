@@ -472,6 +472,8 @@ class KernelChoice:
         backend: the backend of the kernel. Forward and backward may have different ones.
         parts: into how many parts the keys of a sequence are split.
         summary: the tiles in words.
+        tiles_from: "tuned" by `flashtile tune` on this GPU, "measured" on such a GPU, or "predicted" from registers and
+            shared memory; "" where nobody chose.
     """
 
     name: str
@@ -480,9 +482,12 @@ class KernelChoice:
     backend: str = ""
     parts: int = 1
     summary: str = ""
+    tiles_from: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.backend}): {self.summary}" if self.summary else self.name
+        remark = {"tuned": "; tuned on this GPU", "predicted": "; predicted (flashtile tune measures)"}
+        summary = self.summary + remark.get(self.tiles_from, "")
+        return f"{self.name} ({self.backend}): {summary}" if self.summary else self.name
 
 
 def summarise(

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile._backends.tuned import choose
+from flashtile._backends.tuned import choose, is_tuned
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu import tile_tables
 from flashtile.ops.attention.gpu.score_source import tile_values
@@ -91,8 +91,12 @@ def tile_key_for(call: Call) -> TileKey:
 
 def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileConfig:
     """What a user's table has for such calls, else the first row of the kernel's table that holds the head."""
-    as_wide = key._replace(head_dim=tile_width(key.head_dim), head_dim_v=tile_width(key.head_dim_v))
-    return choose(f"attention.{kernel}", device, as_wide, _shipped_tiles(kernel, device, key))
+    return choose(f"attention.{kernel}", device, _tuned_key(key), _shipped_tiles(kernel, device, key))
+
+
+def _tuned_key(key: TileKey) -> TileKey:
+    """The key of a user's row: heads of a tile's width."""
+    return key._replace(head_dim=tile_width(key.head_dim), head_dim_v=tile_width(key.head_dim_v))
 
 
 def _shipped_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileConfig:
@@ -171,11 +175,15 @@ def phase_kernels(call: Call) -> dict[KernelName, TileConfig]:
 
 def describe_kernel(name: KernelName, tiles: TileConfig, call: Call) -> KernelChoice:
     """One kernel of a call."""
-    memory = shared_memory(name, tiles, tile_key_for(call))
+    key, device = tile_key_for(call), call.cut_by.machine.facts
+    memory = shared_memory(name, tiles, key)
+    choice = "attention.dq" if name == "short_backward" else f"attention.{name}"
+    tuned = is_tuned(choice, device, _tuned_key(key))
+    tiles_from = "tuned" if tuned else "measured" if device.arch == "sm_90" else "predicted"
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
     summary = summarise(block, warps, tiles.num_stages, memory, more=chunk)
-    return KernelChoice(name, tiles, memory, "triton", summary=summary)
+    return KernelChoice(name, tiles, memory, "triton", summary=summary, tiles_from=tiles_from)
 
 
 def drops_bounds(kernel: KernelName, key: TileKey) -> bool:

@@ -20,7 +20,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     separate_cut,
     shared_rows_memory,
 )
-from flashtile.ops.attention.hopper.tuned_rows import backward_config, forward_config
+from flashtile.ops.attention.hopper.tuned_rows import backward_config, forward_config, row_from
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend
 
@@ -163,7 +163,7 @@ def _describe_forward(call: Call) -> tuple[KernelChoice, ...]:
     config = forward_config(call)
     memory = configs.shared_memory(config, *call.head_dims, call.dtype)
     summary = summarise((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
-    forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
+    forward = KernelChoice("forward", config, memory, "hopper", summary=summary, tiles_from=row_from(call))
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
@@ -176,7 +176,7 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
     memory = backward_configs.backward_shared_memory(cut, call)
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
     summary = summarise((cut.block_m, cut.block_n), warps, cut.stages, memory)
-    main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
+    main = KernelChoice("backward", cut, memory, "hopper", summary=summary, tiles_from=row_from(call))
     by = backward_configs.bias_gradient_by(cut, call)
     if by == "portable":
         return main, describe_kernel(*kernel_tiles("dbias", call), call)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.devices import triton_version
-from flashtile._backends.tuned import choose
+from flashtile._backends.tuned import choose, is_tuned
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper.backward_configs import (
@@ -88,6 +88,13 @@ def backward_config(call: Call) -> BackwardConfig:
     call = call.cut_by
     row, key = choose_backward_config(call), hopper_key(call)
     return row if key is None else choose("attention.hopper.backward", call.machine.facts, key, row)
+
+
+def row_from(call: Call) -> str:
+    """Where the row of a call comes from: "tuned" or "measured"."""
+    call = call.cut_by
+    key, choice = hopper_key(call), f"attention.hopper.{call.phase}"
+    return "tuned" if key is not None and is_tuned(choice, call.machine.facts, key) else "measured"
 
 
 def forward_candidates(key: HopperKey, shipped: HopperConfig) -> list[HopperConfig]:

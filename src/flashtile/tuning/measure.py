@@ -1,0 +1,159 @@
+"""Finds the fastest cut for a key: compiles candidates in several processes, checks and times them in this one."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends import tuned
+from flashtile._backends.devices import DeviceFacts, interpreting
+from flashtile._backends.launch import KernelSource, compile_kernel, noting_kernels
+from flashtile._backends.tuned import Lookup, Tuned, TunedRow, as_data
+from flashtile.tuning import attention, companions, decoding
+from flashtile.tuning.choice import Choice, Problem
+
+#: All choices by name.
+CHOICES: dict[str, Choice] = {**attention.CHOICES, **decoding.CHOICES, **companions.CHOICES}
+
+#: Seconds of timing of each candidate, and of each of the fastest in a round; rounds, and how many come into them.
+_SECONDS, _ROUND_SECONDS, _ROUNDS, _FINALISTS = 0.02, 0.02, 5, 3
+#: A cut serves instead of the shipped one if it takes at most so much of its time.
+_WORTHWHILE = 0.985
+#: How far results may be from those of the shipped cut: the norm of the difference over the norm, by bytes of a number.
+_ALLOWED = {1: 0.05, 2: 0.01, 4: 1e-4}
+
+Say = Callable[[str], None]
+
+
+class Timing(NamedTuple):
+    """A cut, and milliseconds of its problem."""
+
+    cut: Any
+    ms: float
+
+
+@contextmanager
+def compilers(jobs: int) -> Iterator[Executor | None]:
+    """Processes that compile; None in the interpreter, where nothing is compiled."""
+    if interpreting():
+        yield None
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            yield pool
+
+
+def tune(lookup: Lookup, device: torch.device, tokens: int, pool: Executor | None, until: float, say: Say) -> TunedRow:
+    """The row for a key: its cut is the fastest found up to a time of `time.monotonic`, perhaps the shipped one.
+
+    Raises:
+        UntunableError: there is no problem for the key.
+    """
+    choice = CHOICES[lookup.choice]
+    with tuned.using(None):
+        problem = choice.problem(lookup.key, device, tokens)
+        expected = [result.detach().clone() for result in problem()]
+    candidates = list(choice.candidates(lookup.device, lookup.key, lookup.shipped))
+    say(f"compiling {len(candidates)} cuts")
+    candidates = _compiled(lookup, candidates, problem, pool)
+    timings = [Timing(lookup.shipped, _time(lookup, lookup.shipped, problem, expected))]
+    for number, cut in enumerate(candidates, 1):
+        if time.monotonic() > until:
+            break
+        say(f"timing {number} of {len(candidates)} cuts")
+        timings.append(Timing(cut, _time(lookup, cut, problem, expected)))
+    shipped, fastest = timings[0], sorted(timings[1:], key=lambda timing: timing.ms)[:_FINALISTS]
+    cut, ms, shipped_ms = _final(lookup, shipped, [each for each in fastest if each.ms < math.inf], problem)
+    return TunedRow(lookup.choice, as_data(lookup.key), as_data(cut), ms, shipped_ms)
+
+
+def _compiled(lookup: Lookup, candidates: list[Any], problem: Problem, pool: Executor | None) -> list[Any]:
+    """The candidates that compile, whose kernels are in Triton's cache then."""
+    if pool is None:
+        return candidates
+    facts = lookup.device._replace(tuned=None)
+    tasks = [
+        [pool.submit(_compile, _portable(source), facts) for source in _sources(lookup, cut, problem)]
+        for cut in candidates
+    ]
+    return [cut for cut, of_cut in zip(candidates, tasks) if all(task.result() for task in of_cut)]
+
+
+def _sources(lookup: Lookup, cut: Any, problem: Problem) -> list[KernelSource]:
+    """The kernels of a problem with a cut."""
+    with _cutting(lookup, cut), noting_kernels() as found:
+        problem()
+    return found
+
+
+def _portable(source: KernelSource) -> KernelSource:
+    """A source that can be sent to another process: its function by name."""
+    return source._replace(function=(source.function.__module__, source.function.__name__))
+
+
+def _compile(source: KernelSource, facts: DeviceFacts) -> bool:
+    """Whether a kernel compiles and fits the device; fills Triton's cache."""
+    module, name = source.function
+    function = getattr(importlib.import_module(module), name)
+    try:
+        compiled = compile_kernel(source._replace(function=function), facts)
+    except Exception:  # whatever Triton or ptxas raises: what does not compile is no candidate
+        return False
+    return compiled.metadata.shared <= facts.shared_memory
+
+
+@contextmanager
+def _cutting(lookup: Lookup, cut: Any) -> Iterator[None]:
+    """Within this context calls with the key are cut so, and all others by the shipped tables."""
+    with tuned.using(Tuned([TunedRow(lookup.choice, as_data(lookup.key), as_data(cut), 0.0, 0.0)])):
+        yield
+
+
+def _time(lookup: Lookup, cut: Any, problem: Problem, expected: Sequence[Tensor]) -> float:
+    """Milliseconds of a problem with a cut; infinite where its results are wrong, or there are none."""
+    try:
+        with _cutting(lookup, cut):
+            return _milliseconds(problem, _SECONDS) if _is_right(problem(), expected) else math.inf
+    except Exception:  # what cannot be launched is no candidate
+        return math.inf
+
+
+def _is_right(results: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    for found, right in zip(results, expected, strict=True):
+        difference = (found.float() - right.float()).norm() / right.float().norm().clamp(min=1e-20)
+        if not difference.item() <= _ALLOWED[right.dtype.itemsize]:
+            return False
+    return True
+
+
+def _final(lookup: Lookup, shipped: Timing, fastest: list[Timing], problem: Problem) -> tuple[Any, float, float]:
+    """The winner of some rounds in turns, its time, and that of the shipped cut."""
+    samples: dict[Any, list[float]] = {each.cut: [] for each in (shipped, *fastest)}
+    for _, (cut, times) in itertools.product(range(_ROUNDS), samples.items()):
+        with _cutting(lookup, cut):
+            times.append(_milliseconds(problem, _ROUND_SECONDS))
+    medians = {cut: statistics.median(times) for cut, times in samples.items()}
+    best = min(medians, key=medians.__getitem__)
+    shipped_ms = medians[shipped.cut]
+    if medians[best] > _WORTHWHILE * shipped_ms:
+        best = shipped.cut
+    return best, medians[best], shipped_ms
+
+
+def _milliseconds(problem: Problem, seconds: float) -> float:
+    """Of a call, by a timer of the benchmarks."""
+    from flashtile.bench.timing import make_timer
+
+    problem()
+    device = torch.device("cuda" if torch.cuda.is_available() and not interpreting() else "cpu")
+    return statistics.median(make_timer(problem, device).sample(seconds))
