@@ -5,7 +5,10 @@ import torch
 
 from flashtile.bench import implementations as attention
 from flashtile.bench import runner
+from flashtile.bench.base import half_dtype
+from flashtile.bench.card import MACHINE, public
 from flashtile.bench.cases import Case
+from flashtile.bench.commands import measure
 from flashtile.bench.companion_cases import (
     CausalSoftmax,
     Copy,
@@ -22,6 +25,8 @@ from flashtile.bench.companion_cases import (
 )
 from flashtile.bench.companions import IMPLEMENTATIONS, CompanionProblem, Random, evaluate
 from flashtile.bench.oracle import AttentionProblem
+from flashtile.bench.report import verdict_table
+from flashtile.bench.tables import card_cases
 from flashtile.bench.training import IMPLEMENTATIONS as TRAININGS
 from flashtile.bench.training import TrainCase, TrainProblem
 from flashtile.testing import assert_same
@@ -136,3 +141,14 @@ def test_training_is_right(name):
     chosen = [each for each in TRAININGS if each.name == name]
     for row in run(TrainCase("gpt2-tiny", 4, 256, "bf16"), chosen, TrainProblem):
         assert row["ms"] is not None or row["why"] == "transformers is not installed", row
+
+
+def test_two_calls_of_the_card_table_are_measured():
+    """Ours is right in both, and the record to hand in has what it must and nothing else."""
+    names = [case.name for case in card_cases(half_dtype(CUDA))[:9:8]]
+    options = {"table": ["card"], "cases": names, "seconds": 0.01, "impl": ["flashtile-auto", "sdpa-flash"]}
+    record = public(measure("attention", options), [])
+    ours = [row for row in record["rows"] if row["impl"] == "flashtile-auto"]
+    assert len(ours) == 4 and all(row["ms"] for row in ours), ours
+    assert set(record["machine"]) == set(MACHINE) and record["machine"]["gpu_memory_gib"] > 0
+    assert len(verdict_table(record["rows"]).lines) == 4

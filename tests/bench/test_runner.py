@@ -275,8 +275,8 @@ REASONS: list[tuple[str, list[Case], str | None]] = [
     ("sdpa-math", [_TILES, _DOCUMENTS, _BIASED], None),
     (
         "sdpa-efficient", [_TILES, _DOCUMENTS, _CAPPED, _PLAIN],
-        "measured with a bias, a tensor as mask or dropout, in float32, with heads over 256, or with at most 256 keys "
-        "only",
+        "measured with a bias, a tensor as mask or dropout, in float32, with heads over 256, with at most 256 keys, or "
+        "on GPUs before sm_80 only",
     ),
     (
         "sdpa-efficient",

@@ -8,6 +8,7 @@ from flashtile.bench.registry import case_name
 from flashtile.bench.tables import (
     cases_named,
     common_cases,
+    cpu_card_cases,
     cpu_cases,
     cpu_feature_cases,
     cpu_grouped_cases,
@@ -28,8 +29,10 @@ SIZES = {
         "mla": (2, 8.246, 5.0), "window": (1, 0.03409, 1.0), "varlen": (4, 7.834, 8.0), "masks": (31, 13.98, 19.5),
         "features": (45, 18.14, 18.49), "shapes": (45, 16.48, 16.87), "float32": (21, 1.672, 4.788),
         "functions": (20, 5.365, 8.625), "random": (40, 17.76, 14.69), "random-odd": (60, 21.89, 21.33),
+        "card": (14, 0.7899, 1.3125),
     },
-    "cpu": {"default": (18, 0.277, 0.3984), "grouped": (12, 0.0612, 0.3193), "features": (12, 0.008279, 0.188)},
+    "cpu": {"default": (18, 0.277, 0.3984), "grouped": (12, 0.0612, 0.3193), "features": (12, 0.008279, 0.188),
+            "card": (3, 0.0005285, 0.01416)},
 }  # fmt: skip
 
 
@@ -78,10 +81,10 @@ def test_table_of_a_case():
 def test_tables_are_chosen_by_name():
     known = tables(CUDA)
     assert cases_named(CUDA) == known["default"]
-    assert cases_named(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases()]
+    assert cases_named(CPU, ["all"]) == [*(*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases(), *cpu_card_cases())]
     assert cases_named(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
     assert cases_named(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
-    with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, features, all"):
+    with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, features, card, all"):
         cases_named(CPU, ["mla"])
     assert cases_named(CUDA, ["random:17", "random-odd:3"]) == [*common_cases(seed=17), *odd_cases(seed=3)]
     assert common_cases(seed=17) != common_cases() and odd_cases(seed=3) != odd_cases()

@@ -388,6 +388,18 @@ def free_memory(device: torch.device) -> int:
         return (device_memory(device) or 2**34) // 2
 
 
+def half_dtype(device: torch.device) -> str:
+    """The dtype of 16 bits that is measured on a device: bfloat16, or float16 on GPUs without bfloat16 products."""
+    lacks = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "fp16" if device.type == "cuda" and lacks else "bf16"
+
+
+def check_elements(most: int, device: torch.device) -> int:
+    """Elements of one float64 matrix that a check may hold at once: `most`, or fewer on a GPU with little memory, of
+    which one matrix takes a 32nd."""
+    return min(most, (device_memory(device) or 2**40) // 256)
+
+
 def device_memory(device: torch.device) -> int | None:
     """Bytes of memory of a device; None where the system does not tell."""
     if device.type == "cuda":

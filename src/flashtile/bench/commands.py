@@ -68,20 +68,37 @@ def measure(
     check_seconds(options.get("seconds"))
     given, device, benchmark = _given(options), default_device(), BENCHMARKS[command]
     cases = select_cases(benchmark.cases(given, device), given.get("cases", ()))
-    chosen = _implementations(command, given.get("impl", ()), device, given.get("quick", False))
-    if jobs := given.get("jobs", 0):
-        with announced(announce, f"compiling in {jobs} processes"):
-            ahead.compile_ahead(command, cases, chosen, device, jobs)
+    chosen = choose_implementations(command, given.get("impl", ()), device, given.get("quick", False))
     recorder = Recorder(device, command_line(), output)
+    jobs, seconds = given.get("jobs", 0), given.get("seconds")
+    measure_cases(
+        command, cases, chosen, recorder, jobs=jobs, seconds=seconds, on_case=on_case, announce=announce
+    )  # fmt: skip
+    return recorder.record
 
+
+def measure_cases(
+    command: str,
+    cases: Sequence[AnyCase],
+    implementations: Sequence[Implementation],
+    recorder: Recorder,
+    *,
+    jobs: int = 0,
+    seconds: float | None = None,
+    on_case: OnCase,
+    announce: Announce,
+) -> None:
+    """Measures some cases of a command, and adds their rows to a record. `jobs`: processes that compile before."""
+    device, benchmark = default_device(), BENCHMARKS[command]
+    if jobs:
+        with announced(announce, f"compiling in {jobs} processes"):
+            ahead.compile_ahead(command, cases, implementations, device, jobs)
     with side_stream(device):
         for index, case in enumerate(cases):
             on_case(index, len(cases), case, None)
-            measured = [*benchmark.always, *chosen]
-            rows = run_case(case, measured, device, benchmark.problem, given.get("seconds"), announce)
+            rows = run_case(case, [*benchmark.always, *implementations], device, benchmark.problem, seconds, announce)
             recorder.add(rows)
             on_case(index, len(cases), case, rows)
-    return recorder.record
 
 
 def _given(options: Options) -> Options:
@@ -93,7 +110,7 @@ def _given(options: Options) -> Options:
 _LISTS = ("impl", "cases", "table", "op", "model")
 
 
-def _implementations(
+def choose_implementations(
     command: str, names: Sequence[str], device: torch.device, quick: bool = False
 ) -> list[Implementation]:
     """The named implementations, or the defaults. Raises UserError if one is unknown or not installed."""

@@ -211,7 +211,10 @@ class CompanionProblem(base.Problem):
     def __init__(self, case: Companion, device: torch.device) -> None:
         super().__init__(case, device)
         self.phases, self._ways = case.phases, case.ways()
-        self._inputs = case.make_inputs(Random(device, case.torch_dtype))
+
+    @functools.cached_property
+    def _inputs(self) -> Inputs:
+        return self.case.make_inputs(Random(self.device, self.case.torch_dtype))
 
     @functools.cached_property
     def _oracle(self) -> Oracle:
@@ -231,7 +234,7 @@ class CompanionProblem(base.Problem):
         return self._oracle.judge(results, bound.way.own_bits)
 
 
-#: Elements of one float64 matrix that the check may hold at once, beside the results themselves.
+#: Elements of one float64 matrix that the check may hold at once, beside the results themselves, where there is memory.
 _ELEMENTS = {"cuda": 2**28, "cpu": 2**22}
 
 
@@ -265,7 +268,7 @@ def evaluate(
     """Outputs and gradients of the formula, in the dtype of the inputs or in another one."""
     device, rows = next((t.device, len(t)) for name, t in inputs.leaves.items() if name in case.rowwise)
     # A power of two: the share of some rows in a mean over all is then exact in any dtype, where the rows are one too.
-    step = 1 << max(1, _ELEMENTS[device.type] // case.width()).bit_length() - 1
+    step = 1 << max(1, base.check_elements(_ELEMENTS[device.type], device) // case.width()).bit_length() - 1
     by_rows: dict[str, list[Tensor]] = {}
     sums: dict[str, Tensor] = {}
     for start in range(0, rows, step):
@@ -298,7 +301,8 @@ def _pieces(found: Tensor, exact: Tensor, eager: Tensor) -> Iterator[tuple[Tenso
     if not found.dim() or found.shape != exact.shape:
         yield found.to(eager.dtype), exact, eager
         return
-    step = max(1, _ELEMENTS[found.device.type] // max(1, found[0].numel() if len(found) else 1))
+    elements = base.check_elements(_ELEMENTS[found.device.type], found.device)
+    step = max(1, elements // max(1, found[0].numel() if len(found) else 1))
     for start in range(0, len(found), step):
         rows = slice(start, start + step)
         yield found[rows].to(eager.dtype), exact[rows], eager[rows]

@@ -163,12 +163,19 @@ def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
 def _efficient_limits(case: Case, device: torch.device) -> str | None:
     added = case.bias is not None or case.has_mask_tensor or case.dropout_p > 0
     plain = not case.changes_scores and case.window is None
-    if not (added or (plain and (case.dtype == "fp32" or case.D > _FLASH_HEAD_DIM or case.keys <= _FEW_KEYS))):
+    others_do_not = case.dtype == "fp32" or case.D > _FLASH_HEAD_DIM or _before_flash(device)
+    if not (added or (plain and (others_do_not or case.keys <= _FEW_KEYS))):
         return (
             "measured with a bias, a tensor as mask or dropout, in float32, with heads over "
-            f"{_FLASH_HEAD_DIM}, or with at most {_FEW_KEYS} keys only"
+            f"{_FLASH_HEAD_DIM}, with at most {_FEW_KEYS} keys, or on GPUs before sm_80 only"
         )
     return _sdpa_limits(case, device)
+
+
+def _before_flash(device: torch.device) -> bool:
+    """Whether a GPU is too old for FlashAttention and cuDNN."""
+    nvidia = device.type == "cuda" and torch.cuda.is_available() and not torch.version.hip
+    return nvidia and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _flex_limits(case: Case, device: torch.device) -> str | None:

@@ -25,7 +25,7 @@ from flashtile.bench.masks import tile_rows
 from flashtile.bench.timing import HostTimer
 from flashtile.bench.values import NORMAL
 
-#: Elements of one fp64 score matrix that the check may hold at once.
+#: Elements of one fp64 score matrix that the check may hold at once, where there is memory (`base.check_elements`).
 _SCORES = {"cuda": 2**27, "cpu": 2**23}
 
 
@@ -57,8 +57,11 @@ class AttentionProblem(base.Problem):
         super().__init__(case, device)
         if case.values != NORMAL:
             self.phases = ("fwd",)  # a backward reads finished statistics: its time depends on no values
-        self._inputs = make_inputs(case, device)
         self._oracle = functools.cache(lambda case: Oracle(case, self._inputs))
+
+    @functools.cached_property
+    def _inputs(self) -> Inputs:
+        return make_inputs(self.case, self.device)
 
     def bind(self, implementation: Implementation) -> Bound:
         return Bound(implementation, self.case, self._inputs)
@@ -127,7 +130,7 @@ def _choose_heads(case: Case, device: torch.device) -> Tensor:
     """Indices of the key/value heads to check."""
     pairs = case.S * case.keys if case.segments is None else sum(seq**2 for seq in case.segments)
     entries = case.B if case.lengths is None and not case.dropout_p else 1
-    affordable = max(2, _SCORES[device.type] // (entries * pairs * (case.H // case.Hkv)))
+    affordable = max(2, base.check_elements(_SCORES[device.type], device) // (entries * pairs * (case.H // case.Hkv)))
     if case.dropout_p:
         return torch.arange(min(affordable, case.Hkv), device=device)
     return spread(affordable, case.Hkv, device)
@@ -179,12 +182,12 @@ def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
     """Queries that are computed at once, and the keys that they may see. A block's last query must be its last key's
     diagonal, unless there is no band; dropout bits count rows from the start."""
     batch, rows, heads, _ = q.shape
-    lengths = case.segments or (rows,)
+    lengths, scores = case.segments or (rows,), base.check_elements(_SCORES[q.device.type], q.device)
     for begin, seq in zip(accumulate(lengths, initial=0), lengths):
         keys = case.Sk or seq
         hides_later = case.causal or (case.window is not None and case.window[1] == 0 and keys == seq)
         whole = case.dropout_p or (case.window is not None and not hides_later)
-        block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * keys))
+        block = seq if whole else max(1, scores // (batch * heads * keys))
         left = None if case.window is None or whole else case.window[0]
         for start in range(0, seq, block):
             stop = min(start + block, seq)

@@ -199,12 +199,27 @@ def machine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"] = properties.name
-        facts["gpu_capability"] = f"sm_{properties.major}{properties.minor}"
+        facts["gpu_capability"] = _architecture(properties)
         facts["gpu_multiprocessors"] = properties.multi_processor_count
         facts["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
-        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        facts["driver"] = driver.splitlines()[0] if driver else None
+        facts["driver"] = _driver()
     return facts
+
+
+def _architecture(properties: Any) -> str:
+    """Such as "sm_89" or "gfx942"."""
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def _driver() -> str | None:
+    """The version of the GPU's driver."""
+    if torch.version.hip:
+        version = Path("/sys/module/amdgpu/version")
+        return version.read_text().strip() if version.exists() else None
+    found = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return found.splitlines()[0] if found else None
 
 
 def versions() -> dict[str, str | None]:
@@ -214,6 +229,7 @@ def versions() -> dict[str, str | None]:
         "flashtile": flashtile.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
         "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
     }
     # On ROCm and XPU the package is another one.

@@ -13,6 +13,7 @@ from flashtile.bench.record import (
     DEFAULT,
     DETERMINISTIC,
     SPEEDS,
+    YARDSTICKS,
     Record,
     Row,
     case_key,
@@ -118,6 +119,36 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
                 lines.append([f"{ours} / {against}", phase, *figures, lowest.peer, case_name(vars(lowest))])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
     return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
+
+
+def verdict_table(rows: Sequence[Row]) -> Table:
+    """For each case and phase our fastest implementation beside the fastest peer."""
+    lines = []
+    for (name, phase), found in grouped(rows, lambda row: (case_name(row), row["phase"])).items():
+        timed = [row for row in found if row["ms"] is not None and row["impl"] not in YARDSTICKS]
+        ours, best = (
+            min((row for row in timed if is_ours(row["impl"]) is own), key=lambda row: row["ms"], default=None)
+            for own in (True, False)
+        )
+        ratio = f"{best['ms'] / ours['ms']:.2f}" if ours and best else "–"
+        if any(is_ours(row["impl"]) for row in found):
+            times = ("–" if row is None else f"{row['ms']:.4g}" for row in (ours, best))
+            lines.append([name, phase, *times, "–" if best is None else best["impl"], ratio])
+    headings = ["case", "phase", "our ms", "best ms", "of", "ours / best"]
+    return Table("Our speed over the fastest peer's", headings, lines, keys=2)
+
+
+def verdict(table: Table) -> str:
+    """A verdict table in a sentence."""
+    ratios = [float(line[-1]) for line in table.lines if line[-1] != "–"]
+    if not ratios:
+        return "No call has both a speed of ours and one of a peer."
+    mean, lowest, highest, count = summary(ratios)
+    faster = sum(ratio > 1 for ratio in ratios)
+    return (
+        f"flashtile is faster than the fastest peer in {faster} of {count} measurements, {mean} times as fast on "
+        f"average (geometric mean), from {lowest} to {highest}."
+    )
 
 
 def mode_tables(rows: Sequence[Row]) -> list[Table]:

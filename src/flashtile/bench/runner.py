@@ -73,9 +73,19 @@ class Prepared:
     samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
+    @contextmanager
+    def within_memory(self, phases: Iterable[str]) -> Iterator[None]:
+        """Makes it the reason of some phases if the GPU's memory does not suffice."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            for phase in phases:
+                self.why[phase] = describe(error)
+                self.timers.pop(phase, None)
+
     def time(self, phase: str, problem: Any) -> None:
-        """Makes the timer of a phase; there is none where a CUDA graph of it is wrong."""
-        with self.implementation.context():
+        """Makes the timer of a phase; there is none where a CUDA graph of it is wrong, or memory does not suffice."""
+        with self.within_memory([phase]), self.implementation.context():
             facts = self.bound.facts(phase)
             try:
                 self.timers[phase] = problem.timer(self.bound.calls[phase])
@@ -90,7 +100,7 @@ class Prepared:
         if phase not in self.timers or (self.spent[phase] >= seconds and len(samples) >= _LEAST_SAMPLES):
             return
         begin = time.perf_counter()
-        with self.implementation.context():
+        with self.within_memory([phase]), self.implementation.context():
             samples += self.timers[phase].sample(seconds / _ROUNDS)
         self.spent[phase] += time.perf_counter() - begin
 
@@ -169,10 +179,11 @@ def _prepare(implementation: Any, problem: Any) -> Prepared:
             break
         if not implementation.judged:
             continue
-        verdict = problem.judge(entry.bound, phase, results)
-        entry.errors[phase] = verdict.error
-        if verdict.why is not None:
-            entry.why[phase] = verdict.why
+        with entry.within_memory([phase]):
+            verdict = problem.judge(entry.bound, phase, results)
+            entry.errors[phase] = verdict.error
+            if verdict.why is not None:
+                entry.why[phase] = verdict.why
     return entry
 
 
@@ -191,5 +202,7 @@ def _row(entry: Prepared, problem: Any, case: Any, phase: str) -> Row:
 
 def describe(error: Exception) -> str:
     """An exception in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "left out: it does not fit the memory that is free on this GPU"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -306,9 +306,9 @@ class ServingProblem(base.Problem):
 
     phases = (PHASE,)
 
-    def __init__(self, case: ServingCase, device: torch.device) -> None:
-        super().__init__(case, device)
-        self._inputs = make_inputs(case, device)
+    @functools.cached_property
+    def _inputs(self) -> Inputs:
+        return make_inputs(self.case, self.device)
 
     def offers(self, implementation: Implementation) -> bool:
         """There is no row where an implementation is not meant for a case; most are for few kinds."""

@@ -1,11 +1,11 @@
 """The tables of cases that are measured, by name, and choosing from them.
 
-Every device has the tables "default", "grouped" (heads) and "features" (dropout, biases, masks and windows in the
-shapes of models). On a GPU there are also "values" (other numbers than normal ones, forward alone) and more kinds of
-attention next to the plain one: "mla" (head sizes 192 and 128), "window", "varlen" (packed batches), "masks" (block
-masks and all else that changes scores), "shapes" (head sizes, lengths and windows that no other table has), "float32",
-"functions" (scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd",
-or "random:17" from another seed.
+Every device has the tables "default", "grouped" (heads), "features" (dropout, biases, masks and windows in the shapes
+of models) and "card" (a few calls of every kind, for records of GPUs of any size). On a GPU there are also "values"
+(other numbers than normal ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192
+and 128), "window", "varlen" (packed batches), "masks" (block masks and all else that changes scores), "shapes" (head
+sizes, lengths and windows that no other table has), "float32", "functions" (scores and masks as Python functions), and
+two tables of shapes drawn at random, "random" and "random-odd", or "random:17" from another seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flashtile.bench.base import select_named
+from flashtile.bench.base import half_dtype, select_named
 from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.masks import PADDING, long_tailed_lengths
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
@@ -179,6 +179,40 @@ def float32_cases() -> list[Case]:
     return [_case(*size, causal=causal, dtype="fp32") for *size, causal in shapes]
 
 
+#: Lengths of the packed batch of the table "card".
+_CARD_LENGTHS = (2048, 1024, 1024, 512, 512, 3000, 72)
+
+
+def card_cases(dtype: str) -> list[Case]:
+    """A few calls of every kind, each within 2 GiB with its peers and its check. The table takes at most 10 minutes on
+    any GPU, of which compiling takes the most. `dtype`: of all but the last two, `base.half_dtype`."""
+    half = (
+        _case(8, 1024, 8, 64, causal=True),
+        _case(2, 4096, 8, 64),
+        _case(8, 1024, 8, 128),
+        _case(2, 4096, 8, 128, causal=True),
+        _case(1, 16384, 4, 128, causal=True),
+        _case(2, 4096, 4, 256, causal=True),
+        Case(2, 4096, 16, 4, 128, 128, causal=True),
+        _case(1, 16384, 8, 64, causal=True, window=(1023, 0)),
+        packed_case(_CARD_LENGTHS, 8, 128, causal=True),
+        _case(4, 1024, 8, 64, bias="1HSS"),
+        _case(4, 1024, 8, 64, mask=PADDING),
+        _case(8, 1024, 8, 64, causal=True, dropout_p=0.1),
+    )
+    single = (_case(4, 1024, 8, 64, causal=True, dtype="fp32"), _case(1, 4096, 4, 128, dtype="fp32"))
+    return [*(replace(case, dtype=dtype) for case in half), *single]
+
+
+def cpu_card_cases() -> list[Case]:
+    """A causal call in both dtypes, grouped heads, and a window."""
+    return [
+        _case(1, 512, 4, 64, causal=True, dtype="fp32"),
+        Case(1, 512, 8, 2, 64, 64, causal=True, dtype="bf16"),
+        _case(1, 1024, 4, 64, causal=True, window=(127, 0), dtype="fp32"),
+    ]
+
+
 def function_cases() -> list[Case]:
     """Scores and masks as functions, each with 16 heads in one sequence; documents and trees are packed ones."""
     full = ("relative", "prefix-lm", "neighborhood")
@@ -334,7 +368,8 @@ _DRAWN: dict[str, Callable[..., list[Case]]] = {"random": common_cases, "random-
 def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
-        return {DEFAULT: cpu_cases(), "grouped": cpu_grouped_cases(), "features": cpu_feature_cases()}
+        small = {"grouped": cpu_grouped_cases(), "features": cpu_feature_cases(), "card": cpu_card_cases()}
+        return {DEFAULT: cpu_cases(), **small}
     lengths = (2048, 4096, 8192, 16384, 32768)
     return {
         DEFAULT: cuda_cases(), "values": value_cases(),
@@ -343,6 +378,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "window": [_case(1, 8192, 128, 64, causal=True, window=(127, 0))],
         "varlen": varlen_cases({64: 32, 128: 16}, _BOTH), "masks": mask_cases(), "features": feature_cases(),
         "shapes": shape_cases(), "float32": float32_cases(), "functions": function_cases(),
+        "card": card_cases(half_dtype(device)),
         **{name: draw() for name, draw in _DRAWN.items()},
     }  # fmt: skip
 
@@ -355,6 +391,7 @@ def find_table(case: Case) -> str:
 @functools.cache
 def _tables_by_case() -> dict[Case, str]:
     known = tables(torch.device("cuda"))
+    known["card"] = [case for dtype in _HALF for case in card_cases(dtype)]  # of any GPU
     return {case: name for name in reversed(known) for case in known[name]}
 
 

@@ -16,10 +16,7 @@ from flashtile.cli.calls_to_tune import Calls
 from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flashtile.bench.cases import Case
-    from flashtile.cli.doctor import KernelResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -108,35 +105,10 @@ def doctor(
         print_table(console, module.backends_table(diagnoses))
         verdict = "works" if auto.problem is None else "does not work"
         print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
-    results = _check_kernels(console, show=not as_json) if check_kernels else []
+    results = module.run_checks(console, show=not as_json) if check_kernels else []
     if as_json:
         print_json(module.as_data(diagnoses, auto, lacks, results))
     return auto.problem is None and not any(result.problem for result in results)
-
-
-def _check_kernels(console: Console, show: bool) -> list[KernelResult]:
-    """Runs the checks of kernels, and where `show` is set prints what they found."""
-    from rich.progress import Progress
-
-    from flashtile.cli import doctor as module
-
-    backends = module.backends_to_check()
-    results = []
-    with Progress(console=console, transient=True, disable=not show) as progress:
-        total = sum(len(module.kernel_checks(backend)) for backend in backends)
-        first = "" if module.default_device().type == "cpu" else ", which compiles their kernels first"
-        if show:
-            print_text(console, f"Checking {total} calls of {' and '.join(backends)}{first}.")
-        bar = progress.add_task("checking kernels", total=total)
-        for result in module.check_kernels(backends):
-            results.append(result)
-            progress.update(bar, advance=1, description=f"checked {result.check.operation}")
-    if show:
-        print_table(console, module.kernels_table(results))
-        for result in results:
-            if result.problem:
-                print_text(console, f"{result.backend}: {result.check.operation} {result.check.name}: {result.problem}")
-    return results
 
 
 @app.command()

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)  # fmt: skip
 
 from flashtile.bench import commands
 from flashtile.bench.base import AnyCase
@@ -78,6 +85,8 @@ def progress(console: Console) -> Iterator[tuple[OnCase, Announce]]:
         yield on_case, announce
 
 
+#: Seconds over which a bar averages the speed from which it tells the time that is left.
+_WHOLE_RUN = 86_400
 _LINE: Any = {"style": "dim", "markup": False, "highlight": False, "soft_wrap": True}
 
 
@@ -89,8 +98,11 @@ def _print(console: Console, text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
+    columns = (BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}", markup=False))
+    bar = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=_WHOLE_RUN
+    )
     with bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)

@@ -185,6 +185,26 @@ def bench_distributed(
     return True
 
 
+@bench.command("card")
+@ends
+def bench_card(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The record. Default: a file here, named after the GPU.")
+    ] = None,
+    jobs: Annotated[int | None, _SHARED["jobs"][2]] = None,
+) -> bool:
+    """Check this GPU's kernels, measure some calls of each kind, and write a record to hand in (docs/hardware.md).
+
+    The record names the GPU, the processor and the versions, and neither the user nor the machine. Exits with 1 when a
+    result of flashtile is wrong.
+    """
+
+    wait_without_spinning()
+    from flashtile.cli.card import make_card
+
+    return make_card(make_console(), output, jobs)
+
+
 @ends
 def _measure(
     command: str, choice: dict[str, Any], output: Path | None, compare: Path | None, against: str | None, show: bool

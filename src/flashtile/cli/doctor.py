@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 import flashtile
 from flashtile import testing
@@ -20,6 +22,7 @@ from flashtile.bench.commands import default_device
 from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
 from flashtile.bench.start import how_to_install, installed
+from flashtile.cli.console import print_table, print_text
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 
 _CPU = torch.device("cpu")
@@ -172,6 +175,27 @@ def _problem(backend: str, number: int, device: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return None
+
+
+def run_checks(console: Console, show: bool) -> list[KernelResult]:
+    """Runs all checks of kernels, and where `show` is set prints what they found."""
+    names = backends_to_check()
+    results = []
+    with Progress(console=console, transient=True, disable=not show) as progress:
+        total = sum(len(kernel_checks(backend)) for backend in names)
+        first = "" if default_device().type == "cpu" else ", which compiles their kernels first"
+        if show:
+            print_text(console, f"Checking {total} calls of {' and '.join(names)}{first}.")
+        bar = progress.add_task("checking kernels", total=total)
+        for result in check_kernels(names):
+            results.append(result)
+            progress.update(bar, advance=1, description=f"checked {result.check.operation}")
+    if show:
+        print_table(console, kernels_table(results))
+        for result in results:
+            if result.problem:
+                print_text(console, f"{result.backend}: {result.check.operation} {result.check.name}: {result.problem}")
+    return results
 
 
 def as_data(
