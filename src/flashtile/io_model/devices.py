@@ -88,18 +88,22 @@ class _Gpu(NamedTuple):
 #: Sources: NVIDIA A100 data sheet and whitepaper (312 TFLOP/s bfloat16, 19.5 float32, 40 MB of L2 in two partitions
 #: that deliver 5,120 bytes per clock); H100 data sheet, SXM (989 and 67 TFLOP/s, 3.35 TB/s, 132 multiprocessors, 50 MB
 #: of L2 in two partitions); H200 data sheet (4.8 TB/s, else as H100); HGX B200 data sheet, an eighth of its eight GPUs
-#: (2,250 dense and 75 TFLOP/s, 8 TB/s), L2 of 126 MB and 148 multiprocessors as its driver reports them; Ada
-#: whitepaper for the RTX 4090 (165.2 TFLOP/s with float32 sums, 82.6 float32, 1,008 GB/s, 72 MB of L2, 128
-#: multiprocessors at 2.52 GHz); AMD Instinct MI300X data sheet (1,307 and 163.4 TFLOP/s, 5.3 TB/s, 304 compute units
-#: at 2.1 GHz, 256 MB of Infinity Cache that delivers 17.2 TB/s). Clocks are those at which the products were stated.
-#: The L2's bytes per clock are published for the A100 alone, and assumed for H100, H200 and B200.
+#: (2,250 dense and 75 TFLOP/s, 8 TB/s), L2 of 126 MB and 148 multiprocessors as its driver reports them; Ada whitepaper
+#: for the RTX 4090 (165.2 TFLOP/s with float32 sums, 82.6 float32, 1,008 GB/s, 72 MB of L2, 128 multiprocessors at 2.52
+#: GHz); GA102 whitepaper for the RTX 3090 (71 and 35.6 TFLOP/s, 936 GB/s, 6 MB, 82 at 1.695 GHz); RTX Blackwell
+#: whitepaper for the RTX 5090 (209.5 and 104.8 TFLOP/s, 1,792 GB/s, 96 MB, 170 at 2.407 GHz); AMD Instinct MI300X data
+#: sheet (1,307 and 163.4 TFLOP/s, 5.3 TB/s, 304 compute units at 2.1 GHz, 256 MB of Infinity Cache that delivers 17.2
+#: TB/s). Clocks are those at which the products were stated. The L2's bytes per clock are published for the A100 alone,
+#: and assumed for H100, H200 and B200.
 _NVIDIA = {
     "A100": _Gpu("sm_80", 2039, 40, 312, 19.5, 108, 1.41, shared=164, cache_rate=5120),
     "A100-40GB": _Gpu("sm_80", 1555, 40, 312, 19.5, 108, 1.41, shared=164, cache_rate=5120),
     "H100": _Gpu("sm_90", 3350, 50, 989.4, 66.9, 132, 1.83, shared=228, cache_rate=5120),
     "H200": _Gpu("sm_90", 4800, 50, 989.4, 66.9, 132, 1.83, shared=228, cache_rate=5120),
     "B200": _Gpu("sm_100", 8000, 126, 2250, 75, 148, 1.85, shared=228, cache_rate=5120),
+    "RTX 3090": _Gpu("sm_86", 936, 6, 71, 35.6, 82, 1.695, shared=100),
     "RTX 4090": _Gpu("sm_89", 1008, 72, 165.2, 82.6, 128, 2.52, shared=100),
+    "RTX 5090": _Gpu("sm_120", 1792, 96, 209.5, 104.8, 170, 2.407, shared=100),
 }
 _MI300X = Device(
     "MI300X", "gfx942", 5300 * _GIGA, 256 * _MIB, cache_bandwidth=17.2 * _TERA,
@@ -116,7 +120,7 @@ DEVICES = {**{name: gpu.device(name) for name, gpu in _NVIDIA.items()}, _MI300X.
 _OF_ARCH = {device.arch: device.name for device in reversed(DEVICES.values()) if device.name != "A100-40GB"}
 
 #: Words in a driver's name for a GPU that say it is another than that of the table.
-_VARIANTS = {"pcie", "nvl", "laptop", "d", "super"}
+_VARIANTS = {"pcie", "nvl", "laptop", "d", "super", "ti"}
 
 
 def find_device(name: str) -> Device | None:
