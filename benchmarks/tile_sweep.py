@@ -18,7 +18,7 @@ import torch
 from io_counters import DEVICE_MEMORY, child_of, profile, run_program, shape_parser
 
 from flashtile import io_model
-from flashtile._backends.launch import clear_plans
+from flashtile._backends import clear_plans
 from flashtile.bench.record import Record, command_line, make_record, make_row
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.gpu import tile_configs
