@@ -12,12 +12,14 @@ from torch import Tensor
 
 import flashtile
 from flashtile._backends.devices import DeviceFacts
+from flashtile.io_model.devices import Device
 from flashtile.ops.attention.gpu.tile_configs import OWN_KEYS, KernelName, TileKey, shared_memory
 from flashtile.ops.attention.gpu.tile_tables import TileConfig
 from flashtile.ops.attention.hopper import tuned_rows
 from flashtile.ops.attention.hopper.tuned_rows import HopperKey
 from flashtile.ops.common.tiles import tile_width
 from flashtile.tuning.choice import Choice, Problem, UntunableError, normal
+from flashtile.tuning.predict import Compiled, relative_time
 
 #: Queries and keys of a sequence of each length, and what heads · head_dim is.
 _LENGTHS, _HIDDEN = {"short": 64, "medium": 1024, "long": 4096}, 2048
@@ -65,7 +67,10 @@ def _portable(kernel: KernelName) -> Choice:
         leaves = [normal(device, key.dtype, batch, seq, heads, width) for width in widths]
         return _attend(leaves, options, kernel != "forward", key.precision == "tf32")
 
-    return Choice("attention", TileKey, candidates, problem)
+    def predict(key: TileKey, tiles: TileConfig, compiled: Compiled, sheet: Device) -> float:
+        return relative_time(kernel, tiles, key, compiled, sheet)
+
+    return Choice("attention", TileKey, candidates, problem, predict)
 
 
 def _tables(key: TileKey, sizes: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:

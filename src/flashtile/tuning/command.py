@@ -160,7 +160,7 @@ def tune_all(
 
 def _tokens(device: torch.device) -> int:
     if device.type == "cpu":
-        return 64
+        return 16
     memory = torch.cuda.get_device_properties(device).total_memory
     return _TOKENS if memory >= _LITTLE_MEMORY else _FEW_TOKENS
 

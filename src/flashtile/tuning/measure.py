@@ -6,28 +6,37 @@ import importlib
 import itertools
 import math
 import multiprocessing
+import re
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from flashtile._backends import tuned
 from flashtile._backends.devices import DeviceFacts, interpreting
 from flashtile._backends.launch import KernelSource, compile_kernel, noting_kernels
 from flashtile._backends.tuned import Lookup, Tuned, TunedRow, as_data
+from flashtile.io_model import find_device
 from flashtile.tuning import attention, companions, decoding
 from flashtile.tuning.choice import Choice, Problem
+from flashtile.tuning.predict import Compiled, is_modelled
 
 #: All choices by name.
 CHOICES: dict[str, Choice] = {**attention.CHOICES, **decoding.CHOICES, **companions.CHOICES}
 
 #: Seconds of timing of each candidate, and of each of the fastest in a round; rounds, and how many come into them.
 _SECONDS, _ROUND_SECONDS, _ROUNDS, _FINALISTS = 0.02, 0.02, 5, 3
+#: So many candidates are timed at least, if there are so many; of more, the half with the shorter predicted times
+#: (`tests/tuning/test_predict.py`: the fastest is always in it).
+_ENOUGH = 12
 #: A cut serves instead of the shipped one if it takes at most so much of its time.
 _WORTHWHILE = 0.985
 #: How far results may be from those of the shipped cut: the norm of the difference over the norm, by bytes of a number.
@@ -65,7 +74,7 @@ def tune(lookup: Lookup, device: torch.device, tokens: int, pool: Executor | Non
         expected = [result.detach().clone() for result in problem()]
     candidates = list(choice.candidates(lookup.device, lookup.key, lookup.shipped))
     say(f"compiling {len(candidates)} cuts")
-    candidates = _compiled(lookup, candidates, problem, pool)
+    candidates = _in_order(lookup, choice, _compiled(lookup, candidates, problem, pool), device)
     timings = [Timing(lookup.shipped, _time(lookup, lookup.shipped, problem, expected))]
     for number, cut in enumerate(candidates, 1):
         if time.monotonic() > until:
@@ -77,16 +86,36 @@ def tune(lookup: Lookup, device: torch.device, tokens: int, pool: Executor | Non
     return TunedRow(lookup.choice, as_data(lookup.key), as_data(cut), ms, shipped_ms)
 
 
-def _compiled(lookup: Lookup, candidates: list[Any], problem: Problem, pool: Executor | None) -> list[Any]:
-    """The candidates that compile, whose kernels are in Triton's cache then."""
+def _in_order(lookup: Lookup, choice: Choice, compiled: dict[Any, Compiled | None], device: torch.device) -> list[Any]:
+    """The cuts to time, in the order of their predicted times; without a model as they come. Of many, the half that is
+    predicted to be slower is left out."""
+    sheet = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if sheet is None or not is_modelled(sheet) or choice.predict is None:
+        return list(compiled)
+    known = {cut: choice.predict(lookup.key, cut, said, sheet) for cut, said in compiled.items() if said}
+    kept = sorted(known, key=known.__getitem__)[: max(_ENOUGH, len(known) // 2)]
+    return [*kept, *(cut for cut in compiled if cut not in known)]
+
+
+def _compiled(
+    lookup: Lookup, candidates: list[Any], problem: Problem, pool: Executor | None
+) -> dict[Any, Compiled | None]:
+    """The candidates whose kernels compile, and are in Triton's cache then; what the compiler said of them, None where
+    it says nothing, or a candidate changes no kernel or several."""
     if pool is None:
-        return candidates
+        return dict.fromkeys(candidates)
     facts = lookup.device._replace(tuned=None)
-    tasks = [
-        [pool.submit(_compile, _portable(source), facts) for source in _sources(lookup, cut, problem)]
-        for cut in candidates
-    ]
-    return [cut for cut, of_cut in zip(candidates, tasks) if all(task.result() for task in of_cut)]
+    shipped = _sources(lookup, lookup.shipped, problem)
+    tasks = {}
+    for cut in candidates:
+        new = [source for source in _sources(lookup, cut, problem) if source not in shipped]
+        tasks[cut] = [pool.submit(_compile, _by_name(source), facts) for source in new]
+    found: dict[Any, Compiled | None] = {}
+    for cut, of_cut in tasks.items():
+        said = [task.result() for task in of_cut]
+        if False not in said:
+            found[cut] = said[0] or None if len(said) == 1 else None
+    return found
 
 
 def _sources(lookup: Lookup, cut: Any, problem: Problem) -> list[KernelSource]:
@@ -96,20 +125,31 @@ def _sources(lookup: Lookup, cut: Any, problem: Problem) -> list[KernelSource]:
     return found
 
 
-def _portable(source: KernelSource) -> KernelSource:
-    """A source that can be sent to another process: its function by name."""
+def _by_name(source: KernelSource) -> KernelSource:
+    """A source that can be sent to another process."""
     return source._replace(function=(source.function.__module__, source.function.__name__))
 
 
-def _compile(source: KernelSource, facts: DeviceFacts) -> bool:
-    """Whether a kernel compiles and fits the device; fills Triton's cache."""
+def _compile(source: KernelSource, facts: DeviceFacts) -> Compiled | Literal[False] | None:
+    """What the compiler says of a kernel, None where it says nothing; False where it does not compile, or not fit.
+    Fills Triton's cache."""
     module, name = source.function
     function = getattr(importlib.import_module(module), name)
     try:
-        compiled = compile_kernel(source._replace(function=function), facts)
+        kernel = compile_kernel(source._replace(function=function), facts)
     except Exception:  # whatever Triton or ptxas raises: what does not compile is no candidate
         return False
-    return compiled.metadata.shared <= facts.shared_memory
+    if kernel.metadata.shared > facts.shared_memory:
+        return False
+    if not facts.is_cuda:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", said)[0]) for what in ("REG", "STACK"))
+    return Compiled(registers, stack, kernel.metadata.shared)
 
 
 @contextmanager

@@ -69,9 +69,14 @@ _PRODUCTS = {"tf32": 2, "bf16x6": 6}
 _TOKENS = {"short": 64, "medium": 1024, "long": 4096}
 
 
+def is_modelled(device: Device) -> bool:
+    """Whether there is a prediction for a device."""
+    return device.arch in _WARPS
+
+
 def relative_time(kernel: KernelName, tiles: TileConfig, key: TileKey, compiled: Compiled, device: Device) -> float:
     """Seconds of the device for a score, up to a factor. `kernel`: "forward", "dq", "dkdv" or "dbias"."""
-    assert device.arch in _WARPS, f"{device.arch}: not modelled"
+    assert is_modelled(device), f"{device.arch}: not modelled"
     clocks = device.exponentials / _EXPONENTIALS  # of all multiprocessors in a second
     owned, moving = (tiles.block_n, tiles.block_m) if kernel in OWN_KEYS else (tiles.block_m, tiles.block_n)
     width, width_v = tile_widths(key)
