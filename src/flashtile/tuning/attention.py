@@ -51,7 +51,7 @@ def _portable(kernel: KernelName) -> Choice:
             divides = queries % block_m == keys % block_n == 0
             if tiles == shipped or large or not divides or registers not in allowed or threads > 1024:
                 continue
-            if shared_memory(kernel, tiles, key) <= device.shared_memory:
+            if shared_memory(kernel, tiles, key, device) <= device.shared_memory:
                 yield tiles
 
     def problem(key: TileKey, device: torch.device, tokens: int) -> Problem:

@@ -162,6 +162,13 @@ def test_fits(arch, kernel, dtype, heads):
     check_code(case.source, arch, _check_row, _MATRIX[case], allowed, on_tensor_cores)
 
 
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_heads_of_192_columns_fit_cards_of_99_kib(kernel):
+    """FlexAttention runs out of shared memory there."""
+    source = call_source(kernel, "sm_86", Call(192, 192, window_right=0))
+    check_code(source, "sm_86", check_fit, 99 * 1024, attention_spills("sm_86", _BF16, kernel, 256))
+
+
 def _check_row(binary: Binary, shared_memory: int, spilled: int, on_tensor_cores: bool) -> None:
     check_fit(binary, shared_memory, spilled)
     if on_tensor_cores:

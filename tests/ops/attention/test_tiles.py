@@ -54,7 +54,7 @@ def test_every_situation_has_tiles_that_fit(kernel, device):
     for key in _situations():
         tiles = choose_tiles(kernel, device, key)
         assert _is_sane(tiles), (key, tiles)
-        assert tiles.chunk or shared_memory(kernel, tiles, key) <= device.shared_memory, (key, tiles)
+        assert tiles.chunk or shared_memory(kernel, tiles, key, device) <= device.shared_memory, (key, tiles)
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
@@ -65,7 +65,7 @@ def test_float32_as_bfloat16_has_tiles_that_fit(kernel):
             split = key._replace(precision=dot_precision(torch.float32, device, allow_tf32=False))
             tiles = choose_tiles(kernel, device, split)
             assert _is_sane(tiles), (split, tiles)
-            assert tiles.chunk or shared_memory(kernel, tiles, split) <= device.shared_memory, (split, tiles)
+            assert tiles.chunk or shared_memory(kernel, tiles, split, device) <= device.shared_memory, (split, tiles)
 
 
 @given(
@@ -100,22 +100,26 @@ def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel, kib, expected",
+    "arch, kernel, kib, expected",
     [
-        pytest.param("forward", 144, TileConfig(128, 64, 8, 3), id="as_the_row_says"),
-        pytest.param("forward", 128, TileConfig(128, 64, 8, 2), id="fewer_stages_first"),
-        pytest.param("forward", 99, TileConfig(128, 32, 8, 2), id="then_fewer_keys"),
-        pytest.param("forward", 56, TileConfig(128, 32, 8, 1), id="then_one_stage"),
-        pytest.param("forward", 32, TileConfig(64, 16, 8, 1), id="then_fewer_queries"),
-        pytest.param("forward", 16, TileConfig(16, 16, 8, 1), id="down_to_the_smallest"),
-        pytest.param("forward", 8, TileConfig(16, 16, 8, 1, 32), id="then_the_head_in_chunks"),
-        pytest.param("dkdv", 99, TileConfig(32, 64, 8, 2), id="dkdv_moves_the_queries"),
-        pytest.param("dkdv", 40, TileConfig(16, 32, 8, 1), id="dkdv_keeps_the_keys"),
+        pytest.param("sm_100", "forward", 144, TileConfig(128, 64, 8, 3), id="as_the_row_says"),
+        pytest.param("sm_100", "forward", 128, TileConfig(128, 64, 8, 2), id="fewer_stages_first"),
+        pytest.param("sm_100", "forward", 99, TileConfig(128, 32, 8, 2), id="then_fewer_keys"),
+        pytest.param("sm_100", "forward", 56, TileConfig(128, 32, 8, 1), id="then_one_stage"),
+        pytest.param("sm_100", "forward", 32, TileConfig(64, 16, 8, 1), id="then_fewer_queries"),
+        pytest.param("sm_100", "forward", 16, TileConfig(16, 16, 8, 1), id="down_to_the_smallest"),
+        pytest.param("sm_100", "forward", 8, TileConfig(16, 16, 8, 1, 32), id="then_the_head_in_chunks"),
+        pytest.param("sm_100", "dkdv", 99, TileConfig(32, 64, 8, 2), id="dkdv_moves_the_queries"),
+        pytest.param("sm_100", "dkdv", 40, TileConfig(16, 32, 8, 1), id="dkdv_keeps_the_keys"),
+        # Where warps multiply, the next tile goes where this one was.
+        pytest.param("sm_86", "forward", 114, TileConfig(128, 64, 8, 2), id="two_stages_in_the_memory_of_one"),
+        pytest.param("sm_86", "forward", 32, TileConfig(64, 16, 8, 2), id="one_stage_saves_nothing"),
+        pytest.param("sm_86", "dkdv", 99, TileConfig(64, 64, 8, 2), id="dkdv_keeps_the_queries"),
     ],
 )
-def test_a_row_shrinks_in_this_order(kernel, kib, expected):
+def test_a_row_shrinks_in_this_order(arch, kernel, kib, expected):
     key = TileKey(torch.float16, 128, 128, banded=True, length="long")
-    assert choose_tiles(kernel, DeviceFacts("sm_80", kib * 1024), key) == expected
+    assert choose_tiles(kernel, DeviceFacts(arch, kib * 1024), key) == expected
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)

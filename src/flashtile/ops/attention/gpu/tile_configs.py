@@ -134,7 +134,7 @@ def _shipped_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> Til
     else:
         table = tile_tables.AMD
     preferred = first_row(table[kernel], width, width)
-    tiles = _fit(kernel, preferred, key, device.shared_memory)
+    tiles = _fit(kernel, preferred, key, device)
     if key.block_tile:
         queries, keys = key.block_tile
         tiles = tiles._replace(block_m=math.gcd(tiles.block_m, queries), block_n=math.gcd(tiles.block_n, keys))
@@ -160,7 +160,7 @@ def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig
     # of 32, a bias that learns). If copies go through registers these have no room for it.
     ahead = tiles._replace(num_stages=2)
     copies = device.is_cuda and device.capability >= 80
-    fits = shared_memory("short_backward", ahead, key) <= device.shared_memory
+    fits = shared_memory("short_backward", ahead, key, device) <= device.shared_memory
     return "short_backward", ahead if copies and fits else tiles
 
 
@@ -176,7 +176,7 @@ def phase_kernels(call: Call) -> dict[KernelName, TileConfig]:
 def describe_kernel(name: KernelName, tiles: TileConfig, call: Call) -> KernelChoice:
     """One kernel of a call."""
     key, device = tile_key_for(call), call.cut_by.machine.facts
-    memory = shared_memory(name, tiles, key)
+    memory = shared_memory(name, tiles, key, device)
     choice = "attention.dq" if name == "short_backward" else f"attention.{name}"
     tuned = is_tuned(choice, device, _tuned_key(key))
     tiles_from = "tuned" if tuned else "measured" if device.arch == "sm_90" else "predicted"
@@ -223,7 +223,7 @@ def _width(key: TileKey) -> int:
     return max(tile_widths(key))
 
 
-def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey) -> int:
+def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey, device: DeviceFacts) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
     width, width_v = tile_widths(key) if kernel != "column_sums" else (tile_widths(key)[0], 0)
     scores = tiles.block_m * tiles.block_n
@@ -231,22 +231,30 @@ def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey) -> int:
     # A tile is split when its turn comes, and those that move take turns in one place. Ahead of that they are whole.
     split = key.precision == "bf16x6"
     itemsize = key.dtype.itemsize
+    by_warps, by_programs = _multiplies_by_warps(device) and not split, device.capability // 10 == 10
+    ahead = max(tiles.num_stages - 1 - by_warps, 0)
     operand_bytes, multiplied = (_SPLIT_BYTES, max(width, width_v)) if split else (itemsize, width + width_v)
     if tiles.chunk:
         tile_bytes = operand_bytes * (tiles.chunk * (moving + resident) + moving * max(width, width_v))
     elif kernel == "short_backward":
         # Everything moves: queries, dout and out, keys and values.
         elements = resident * (width + 2 * width_v) + moving * (width + width_v)
-        tile_bytes = elements * itemsize * tiles.num_stages
+        tile_bytes = elements * itemsize * (1 + ahead)
     elif kernel == "dbias":
         elements = (moving + resident) * max(width, width_v)
-        tile_bytes = elements * (operand_bytes + itemsize * (tiles.num_stages - 1))
+        tile_bytes = elements * (operand_bytes + itemsize * ahead)
     else:
         resident_width = width if kernel == "forward" else width + width_v
         tile_bytes = operand_bytes * (resident * resident_width + moving * multiplied)
-        tile_bytes += itemsize * moving * (width + width_v) * (tiles.num_stages - 1)
+        tile_bytes += itemsize * moving * (width + width_v) * ahead
     # Beside the tiles: scores that change their layout on the way to the next product, and reductions.
     exchange = max(scores * (_SPLIT_BYTES if split else itemsize), 2048)
+    if kernel == "dkdv" and itemsize == 2 and (by_programs or (by_warps and tiles.num_stages == 1)):
+        exchange *= 4
+    elif kernel == "dq" and by_programs:
+        exchange *= 2
+    if by_warps:
+        exchange += 16 * max(tiles.block_m, tiles.block_n) * (1 + ahead)  # statistics of rows
     # Tiles of bias and mask go through registers, so one stage fewer of them lies in shared memory; where they are
     # transposed, they change their layout too.
     tables = scores * (key.table_bytes + (key.block_tile is not None))
@@ -256,19 +264,25 @@ def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey) -> int:
     return tile_bytes + max(exchange, transposed) + (tiles.num_stages - 1) * tables
 
 
-def _fit(kernel: KernelName, tiles: TileConfig, key: TileKey, limit: int) -> TileConfig:
+def _multiplies_by_warps(device: DeviceFacts) -> bool:
+    """Whether each warp multiplies out of its registers, where it has a tile when the next one is asked for: a second
+    stage then takes no memory. wgmma (sm_90) and tcgen05 (sm_100) read tiles in shared memory while others arrive."""
+    return device.capability // 10 in (8, 12)
+
+
+def _fit(kernel: KernelName, tiles: TileConfig, key: TileKey, device: DeviceFacts) -> TileConfig:
     """Fewer stages first, then narrower tiles on the side that moves, then on the side that stays, then chunks."""
-    while shared_memory(kernel, tiles, key) > limit and not tiles.chunk:
+    while shared_memory(kernel, tiles, key, device) > device.shared_memory and not tiles.chunk:
         moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
         stages, chunk = tiles.num_stages, 0
-        if stages > 2 or (stages > 1 and moving <= 32):
+        if stages > 2 or (stages > 1 and moving <= 32 and not _multiplies_by_warps(device)):
             stages -= 1
         elif moving > 16:
             moving //= 2
         elif resident > 16:
             resident //= 2
         else:
-            chunk = 32
+            stages, chunk = 1, 32
         block_m, block_n = (moving, resident) if kernel in OWN_KEYS else (resident, moving)
         tiles = tiles._replace(block_m=block_m, block_n=block_n, num_stages=stages, chunk=chunk)
     return tiles
