@@ -14,7 +14,7 @@ import torch
 
 import flashtile
 from benchmarks.evidence.summary import summary
-from flashtile._backends.devices import KNOWN_DEVICES
+from flashtile._backends.devices import CARDS, KNOWN_DEVICES
 from flashtile.ops.attention.repeated import forget_calls
 from flashtile.ops.attention.select import BACKENDS
 from support.running.each_case import each_case
@@ -233,9 +233,23 @@ def test_backends_are_in_the_order_in_which_they_are_tried():
     ]
 
 
-def test_devices_are_those_of_the_code():
-    text = (ROOT / "docs/install.md").read_text("utf-8")
-    assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES)
+def test_cards_are_those_of_the_code_and_of_the_records():
+    """Architectures, cards and shared memory, the kernels that serve them, and the cards that have a record."""
+    rows = _table((ROOT / "docs/hardware.md").read_text("utf-8"), "architecture")[1:]
+    assert [row[0] for row in rows] == list(KNOWN_DEVICES)
+    machines = [json.loads(path.read_text("utf-8"))["machine"] for path in (ROOT / "benchmarks/results").glob("*.json")]
+    q = torch.empty(1, 4096, 8, 128, dtype=torch.float16, device="meta")
+    for arch, cards, memory, kernels, state in rows:
+        assert cards.split(", ") == list(CARDS[arch]), arch
+        assert memory == f"{KNOWN_DEVICES[arch].shared_memory // 1024} KiB", arch
+        first = flashtile.explain(q, q, q, causal=True, device=arch).backend
+        assert kernels == {"hopper": "Hopper, portable", "triton": "portable"}[first], arch
+        named = dict(re.findall(r"(\w+): ([^;]+)", state))
+        assert state == "compiled" or set(named) <= {"measured", "checked"}, arch
+        gpus = {machine["gpu"] for machine in machines if machine.get("gpu_capability") == arch}
+        measured = named["measured"].split(", ") if "measured" in named else []
+        assert all(any(card in gpu for gpu in gpus) for card in measured), f"{arch}: no record of some of {measured}"
+        assert all(any(card in gpu for card in measured) for gpu in gpus), f"{arch}: not {measured}, but {gpus}"
 
 
 _SPEC = importlib.util.spec_from_file_location("record_tables", ROOT / "tools" / "record_tables.py")

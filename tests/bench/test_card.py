@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = Case(1, 32, 2, 2, 8, 8, causal=True, dtype="fp32")
 #: All that a record may tell, level by level. A key that is new here has been thought about.
 TOLD = {
-    "record": {"machine", "versions", "commit", "command", "checks", "rows"},
+    "record": {"machine", "versions", "commit", "command", "tuned", "checks", "rows"},
     "machine": {
         "device", "gpu", "gpu_capability", "gpu_multiprocessors", "gpu_memory_gib", "driver", "cpu", "cpu_cores",
         "torch_threads", "cpu_memory_gib", "system",
@@ -33,6 +33,7 @@ TOLD = {
         "python", "flashtile", "torch", "cuda", "rocm", "cudnn", "triton", "flash-attn-4", "liger-kernel",
         "quack-kernels",
     },
+    "tuned": {"choice", "key", "cut", "ms", "shipped_ms"},
     "check": {"backend", "operation", "calls", "wrong"},
     "row": {"op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "timer", "peak_mib", "why"},
 }  # fmt: skip
@@ -133,11 +134,13 @@ def test_a_record_to_hand_in_tells_what_is_listed_and_nothing_else(somebody, mon
         "environment": {"HOME": "/homes/ada lovelace"},
     }
     check = {"backend": "triton", "operation": "norm", "calls": 3, "wrong": [message]}
-    found = public(made, [check])
+    tuned = {**dict.fromkeys(TOLD["tuned"], 1), "path": "/homes/secret"}
+    found = public(made, [check], [tuned])
     assert set(found) == TOLD["record"] and set(found["machine"]) == TOLD["machine"]
     assert set(found["versions"]) == TOLD["versions"] and set(found["checks"][0]) == TOLD["check"]
+    assert set(found["tuned"][0]) == TOLD["tuned"]
     assert set(found["rows"][0]) == TOLD["row"] and found["rows"][0]["case"] == SMALL.record()
-    assert found["commit"] is None and public({**made, "commit": "0123456789ab-dirty"}, [])["commit"]
+    assert found["commit"] is None and public({**made, "commit": "0123456789ab-dirty"}, [], [])["commit"]
     text = json.dumps(found, ensure_ascii=False)
     assert not [name for name in somebody if name in text], text
 

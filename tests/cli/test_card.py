@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from flashtile._backends import tuned
 from flashtile.bench import card, commands, runner
 from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case
@@ -17,6 +18,7 @@ from flashtile.bench.implementations import build_flashtile
 from flashtile.bench.record import read_record
 from flashtile.cli import doctor
 from flashtile.testing.kernel_checks import KernelCheck
+from flashtile.tuning.command import TunedRow, rows_in_use
 from support.running.command_line import invoke
 
 pytestmark = [
@@ -51,9 +53,12 @@ def small(monkeypatch):
 def test_a_card_is_checked_and_measured_and_the_record_names_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/homes/ada")
     monkeypatch.chdir(tmp_path)
+    row = TunedRow("a", {"D": 64}, {"tile": 32}, 1.0, 2.0)
+    monkeypatch.setattr("flashtile.cli.card.rows_in_use", lambda device: [row])
     result = invoke("bench", "card")
     assert result.exit_code == 0, result.output
     record = read_record(Path("card-cpu.json"))
+    assert record["tuned"] == [{"choice": "a", "key": {"D": 64}, "cut": {"tile": 32}, "ms": 1.0, "shipped_ms": 2.0}]
     assert record["checks"] == [{"backend": "cpu", "operation": "norm", "calls": 1, "wrong": []}]
     assert [row["op"] for row in record["rows"]] == ["attention"] * 6 + ["rms_norm"] * 4
     whys = {row["why"] for row in record["rows"] if "why" in row}
@@ -86,3 +91,14 @@ def test_a_place_that_takes_no_record_is_told_before_anything_runs(tmp_path, mon
     monkeypatch.setattr(doctor, "run_checks", None)
     result = invoke("bench", "card", "--output", tmp_path)
     assert result.exit_code == 2 and "--output: expected a file that can be written, got" in result.output
+
+
+def test_the_rows_in_use_are_those_of_the_table_that_calls_read(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    row = TunedRow("a", {"D": 64}, {"tile": 32}, 1.0, 2.0)
+    tuned.write(tmp_path / "table.json", "a card", [row])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    for named, expected in ((tmp_path / "table.json", [row]), ("0", [])):
+        monkeypatch.setenv("FLASHTILE_TUNED", str(named))
+        assert [*rows_in_use(torch.device("cuda"))] == expected
+    assert not rows_in_use(torch.device("cpu"))

@@ -67,13 +67,21 @@ KNOWN_DEVICES = {
     )
 }
 
-#: Architectures by the names that people say of GPUs, without spaces and hyphens.
-_ARCHITECTURES = {
-    "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "a40": "sm_86", "rtx3090": "sm_86", "rtxa6000": "sm_86",
-    "l4": "sm_89", "l40": "sm_89", "l40s": "sm_89", "rtx4090": "sm_89", "h100": "sm_90", "h200": "sm_90",
-    "h800": "sm_90", "gh200": "sm_90", "b200": "sm_100", "gb200": "sm_100", "rtx5090": "sm_120", "mi300x": "gfx942",
-    "mi325x": "gfx942", "mi350x": "gfx950", "mi355x": "gfx950", "rx7900xtx": "gfx1100",
-}  # fmt: skip
+#: GPUs of each architecture, by the names that people say; "RTX 30" is a series. docs/hardware.md has the same.
+CARDS = {
+    "sm_75": ("T4", "RTX 20"),
+    "sm_80": ("A100", "A30"),
+    "sm_86": ("A10", "A40", "RTX 30", "RTX A6000"),
+    "sm_89": ("L4", "L40", "L40S", "RTX 40", "RTX 6000 Ada"),
+    "sm_90": ("H100", "H200", "H800", "GH200"),
+    "sm_100": ("B200", "GB200"),
+    "sm_120": ("RTX 50", "RTX PRO 6000"),
+    "gfx942": ("MI300A", "MI300X", "MI325X"),
+    "gfx950": ("MI350X", "MI355X"),
+    "gfx1100": ("RX 7900 XT", "RX 7900 XTX"),
+}
+#: A card of a series of GeForce RTX: the series, and the rest of the name.
+_OF_A_SERIES = re.compile(r"(rtx20(?=[678])|rtx[345]0)[5-9]0(ti|super|tisuper)?")
 
 #: Multiprocessors (AMD: compute units) of a large GPU of each, for questions about one that is not present.
 _TYPICAL_MULTIPROCESSORS = {
@@ -137,7 +145,17 @@ def multiprocessors(device: torch.device) -> int:
 
 def architecture_named(name: str) -> str | None:
     """The architecture of a GPU, from its name or its own: "sm_90" for "H100", "h100" and "sm_90". None for others."""
-    return name if name in KNOWN_DEVICES else _ARCHITECTURES.get(re.sub(r"[\s_-]", "", name.lower()))
+    if name in KNOWN_DEVICES:
+        return name
+    plain = _plain(name)
+    series = _OF_A_SERIES.fullmatch(plain)
+    wanted = series[1] if series else plain
+    return next((arch for arch, cards in CARDS.items() if wanted in map(_plain, cards)), None)
+
+
+def _plain(name: str) -> str:
+    """A name in small letters, without spaces and hyphens."""
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def typical_multiprocessors(facts: DeviceFacts) -> int:

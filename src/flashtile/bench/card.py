@@ -34,6 +34,8 @@ MACHINE = ("device", *FACTS)
 VERSIONS = (
     "python", "flashtile", "torch", "cuda", "rocm", "cudnn", "triton", "flash-attn-4", "liger-kernel", "quack-kernels",
 )  # fmt: skip
+#: What it tells of each row of a tuned table.
+TUNED = ("choice", "key", "cut", "ms", "shipped_ms")
 #: What it tells of each measurement, beside its case.
 _ROW = ("op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "timer", "peak_mib", "why")
 _COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
@@ -69,12 +71,13 @@ def card_cases(device: torch.device) -> dict[str, Sequence[AnyCase]]:
     }
 
 
-def public(record: Record, checks: Sequence[dict[str, Any]]) -> Record:
+def public(record: Record, checks: Sequence[dict[str, Any]], tuned: Sequence[dict[str, Any]]) -> Record:
     """What of a record is handed in.
 
     Args:
         record: as it was measured.
         checks: for each backend and operation `backend`, `operation`, `calls`, and in `wrong` messages about calls.
+        tuned: rows of the user's table that calls read, as `flashtile tune` has them.
     """
     facts, versions, commit = record["machine"], record["versions"], record["commit"] or ""
     return {
@@ -82,6 +85,7 @@ def public(record: Record, checks: Sequence[dict[str, Any]]) -> Record:
         "versions": {name: versions.get(name) for name in VERSIONS},
         "commit": commit if _COMMIT.fullmatch(commit) else None,
         "command": COMMAND,
+        "tuned": [{name: row[name] for name in TUNED} for row in tuned],
         "checks": [{**check, "wrong": [without_names(message) for message in check["wrong"]]} for check in checks],
         "rows": [_public_row(row) for row in record["rows"]],
     }

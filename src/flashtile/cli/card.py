@@ -15,6 +15,7 @@ from flashtile.bench.report import reasons, verdict, verdict_table
 from flashtile.cli import doctor
 from flashtile.cli.bench import progress
 from flashtile.cli.console import make_console, print_table, print_text
+from flashtile.tuning.command import rows_in_use
 
 #: Processes that compile at once: each has a context of its own in the GPU's memory.
 _COMPILERS = 4
@@ -39,6 +40,7 @@ def make_card(console: Console, output: Path | None, jobs: int | None) -> bool:
     if recorder.record["commit"] is None:
         print_text(console, _NO_COMMIT, "yellow")
     checks = _summary(doctor.run_checks(console, show=True))
+    tuned = [row._asdict() for row in rows_in_use(device)]
     if jobs is None:
         jobs = min(_COMPILERS, os.cpu_count() or 1) if device.type == "cuda" else 0
 
@@ -48,7 +50,7 @@ def make_card(console: Console, output: Path | None, jobs: int | None) -> bool:
         for command, cases in parts.items():
 
             def on_case_of_all(index: int, _: int, case: AnyCase, rows: list[Row] | None, before: int = done) -> None:
-                write_record(card.public(recorder.record, checks), output)
+                write_record(card.public(recorder.record, checks, tuned), output)
                 on_case(before + index, total, case, rows)
 
             chosen = commands.choose_implementations(command, [], device)

@@ -10,6 +10,7 @@ from flashtile import patterns
 from flashtile._backends import devices
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.ops.attention.cpu import tiles
+from support.running.each_case import each_case
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -202,7 +203,23 @@ def test_gpus_have_names(name, arch):
 
 
 def test_each_architecture_has_a_gpu_with_a_name():
-    assert set(devices._ARCHITECTURES.values()) == set(devices.KNOWN_DEVICES)
+    assert set(devices.CARDS) == set(devices.KNOWN_DEVICES)
+    for arch, cards in devices.CARDS.items():
+        assert cards and {devices.architecture_named(card) for card in cards} == {arch}
+
+
+@each_case(
+    "name, arch",
+    [
+        ("RTX 2080 Ti", "sm_75"),
+        ("rtx3060", "sm_86"),
+        ("RTX 4070 Ti SUPER", "sm_89"),
+        ("RTX 5060 Ti", "sm_120"),
+        *(("RTX 2050", None), ("RTX 4000", None), ("RTX 5000 Ada", None), ("RTX 3090 X", None)),
+    ],
+)
+def test_cards_of_a_series_are_known_and_others_are_not(name, arch):
+    assert devices.architecture_named(name) == arch
 
 
 @pytest.mark.parametrize("device", ["sm_1", "meta", "nonsense"])
