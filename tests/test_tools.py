@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from flashtile._backends import devices
 
@@ -43,32 +42,6 @@ def test_random_calls_run_on_the_emulated_kernels():
     )
     (served,) = re.findall(r"5 random calls, (\d) of them served, 0 wrong", printed)
     assert int(served) > 0
-
-
-def test_the_tuner_of_attention_changes_the_tiles_of_the_kernel(monkeypatch):
-    from flashtile.ops.attention import call
-    from support.attention.backend_calls import HOPPER
-
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import tune_attention
-
-    monkeypatch.setattr(call, "current_machine", lambda device: HOPPER)
-    q = torch.empty(1, 4096, 16, 64, dtype=torch.bfloat16, device="meta")
-    for kernel in ("forward", "dq", "dkdv"):
-        tiles = tune_attention.candidates(kernel, 64, q.dtype)
-        described = tune_attention.describe(kernel, q, causal=True)
-        first, again, last = (tune_attention.source_of(kernel, described, of) for of in (tiles[0], tiles[0], tiles[-1]))
-        assert first == again != last
-
-
-@pytest.mark.slow
-def test_the_tuners_of_norms_and_decoding_time_the_kernels(tmp_path):
-    norms = "--widths 64 --rows 16 --limit 2 --norms rms --phases forward --dtype float32"
-    decode = "--cases 1x64 --heads 2 --heads-kv 1 --head-dim 16 --seconds 0 --dtype float32"
-    for tool, options in (("tune_norms", norms), ("tune_decode", decode)):
-        output = str(tmp_path / f"{tool}.json")
-        printed = _printed(f"tools/{tool}.py", "--output", output, *options.split(), TRITON_INTERPRET="1")
-        assert "GB/s" in printed and "failed" not in printed, printed
 
 
 @pytest.mark.parametrize("may_spill", [0, -1])

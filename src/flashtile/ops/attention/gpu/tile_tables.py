@@ -1,9 +1,9 @@
 """The form of all tables of tiles, and those of the portable kernels: one per architecture and kind of call.
 
-Nothing is tuned on a user's machine. Rows of the Hopper tables were measured (`tools/tune_attention.py`, H200, bf16,
-4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); `Row.measured` has the reason. Rows of
-the others follow from registers and shared memory. A row that does not fit a device's shared memory is shrunk until
-it does.
+No call measures anything; `flashtile tune` does, on demand. Rows of the Hopper tables were measured (H200, bf16, 4
+sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); `Row.measured` has the reason. Rows of the
+others follow from registers and shared memory. A row that does not fit a device's shared memory is shrunk until it
+does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How the kernels that split keys are cut: frozen tables per architecture, and the pure functions that read them.
 
-Nothing is tuned on a user's machine. The rows follow from registers, shared memory, and from how much must be in flight
-for a GPU to read at its full bandwidth (some 40 KiB for each multiprocessor of an H200). A row that does not fit a
-device's shared memory is shrunk until it does. `tools/tune_decode.py` times other cuts.
+No call measures anything; `flashtile tune` does, on demand. The rows follow from registers, shared memory, and from how
+much must be in flight for a GPU to read at its full bandwidth (some 40 KiB for each multiprocessor of an H200). A row
+that does not fit a device's shared memory is shrunk until it does.
 """
 
 from __future__ import annotations
