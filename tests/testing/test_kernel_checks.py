@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.testing.cases import make_inputs
 from flashtile.testing.kernel_checks import ODD_ADDRESS, ODD_STRIDE, KernelCheck, Layout, kernel_checks
 from support.running.each_case import each_case
 
@@ -75,6 +76,31 @@ def test_one_wrong_element_is_seen(check, monkeypatch):
     monkeypatch.setattr(flashtile, name, wrong)
     with pytest.raises(AssertionError, match="largest error"):
         check.run(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "gfx942"])
+def test_a_backend_serves_what_it_is_checked_with(arch, monkeypatch):
+    """On a GPU `doctor` checks each backend that has kernels for it, "split" too."""
+    pytest.importorskip("rich")
+    from flashtile.cli import doctor
+
+    monkeypatch.setattr(doctor, "default_device", lambda: arch)
+    backends = doctor.backends_to_check()
+    assert set(backends) == {"split", "triton"} | ({"hopper"} if arch == "sm_90" else set())
+    for backend, check in [(name, check) for name in backends for check in kernel_checks(name)]:
+        if check.operation != "attention":
+            assert backend == "triton"
+            continue
+        case = check.run.args[0]
+        inputs = make_inputs(case, "meta")
+        arguments = {**inputs.tensors, **case.keywords(), "backend": backend, "device": arch}
+        assert flashtile.explain(inputs.q, inputs.k, inputs.v, **arguments).backend == backend, check.name
+
+
+@pytest.mark.gpu
+def test_gpu_split():
+    for check in kernel_checks("split"):
+        check.run(torch.device("cuda"))
 
 
 @pytest.mark.gpu

@@ -65,7 +65,7 @@ def card_cases(device: torch.device) -> dict[str, Sequence[AnyCase]]:
             Copy(dtype, 128 * 1024),
             RMSNorm(dtype, 8192, 4096),
             LayerNorm(dtype, 8192, 4096),
-            CrossEntropy(dtype, 4096, 32000),
+            CrossEntropy(dtype, 2048, 32000),
             LinearCrossEntropy(dtype, 4096, 1024, 32000),
         ],
     }

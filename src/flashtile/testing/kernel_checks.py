@@ -90,9 +90,9 @@ class KernelCheck:
 
 
 def kernel_checks(backend: str, dtype: torch.dtype = torch.bfloat16) -> list[KernelCheck]:
-    """The checks of a backend, always in the same order. `backend`: "triton", "hopper" (attention only) or "cpu".
-    `dtype`: a dtype of 16 bits, of all tensors but a few. Some Hopper checks are of the other one, because float16 and
-    bfloat16 are converted by other instructions."""
+    """The checks of a backend, always in the same order. `backend`: "triton", "cpu", or of attention alone "hopper" and
+    "split". `dtype`: a dtype of 16 bits, of all tensors but a few. Some Hopper checks are of the other one, because
+    float16 and bfloat16 are converted by other instructions."""
     plain = replace(_CAUSAL, head_dim=64, head_dim_v=64 if backend == "hopper" else 32)
     # The Hopper kernels refuse q, k and v that TMA cannot read. They copy such a dout.
     read_by_tma = product(("q", "k", "v"), (IN_WIDER_ROWS,))
@@ -103,6 +103,9 @@ def kernel_checks(backend: str, dtype: torch.dtype = torch.bfloat16) -> list[Ker
         checks = [_attention_check(case, backend, dtype, name, layout) for case, name, layout in cases]
         others = (_attention_check(case, backend, _OTHER_DTYPE[dtype], None, Layout()) for case in _stored_cases())
         return [*checks, *others]
+    if backend == "split":  # dense calls without tables
+        plain_cases = (each for each in cases if each[0].lengths_q is None and each[0].bias is None)
+        return [_attention_check(case, backend, dtype, name, layout) for case, name, layout in plain_cases]
     tables = replace(_CAUSAL, head_dim=31, head_dim_v=63, bias="1hqk", mask="b1qk")
     cases += [(replace(_CAUSAL, head_dim=63, head_dim_v=31, bias="1hqk"), None, Layout()), (tables, None, Layout())]
     cases += [(tables, *one) for one in product(("bias", "mask"), _LAYOUTS)]
