@@ -85,7 +85,7 @@ def kernels_of(shape: Shape, arch: str, backend: str = "auto") -> tuple[Cut, ...
         backend: as in `flashtile.attention`; the reference has no tiles.
 
     Raises:
-        ValueError: no backend with tiles serves the call there.
+        ValueError: no backend with tiles of queries and keys serves the call there.
     """
 
     def meta(heads: int, rows: int, columns: int) -> torch.Tensor:
@@ -101,6 +101,11 @@ def kernels_of(shape: Shape, arch: str, backend: str = "auto") -> tuple[Cut, ...
         raise ValueError("backend: expected one with tiles, got 'reference'; `standard` models that computation")
     if answer.backend == "cpu":
         return tuple(Cut(name, "cpu", _CPU_BLOCK, _CPU_BLOCK) for name in ("forward", "backward"))
+    if not all(hasattr(kernel.tiles, "block_m") for kernel in answer.kernels):
+        raise ValueError(
+            f"shape: no figures of {shape.dtype} with heads of {shape.head_dim} on {arch}, because its kernels divide "
+            "the columns of a head; backend='triton' has figures"
+        )
     found = []
     for kernel in answer.kernels:
         assert kernel.tiles is not None
