@@ -108,7 +108,7 @@ def _in_words(rows: list[TunedRow], title: str) -> Table:
     lines = [
         [
             f"{row.choice}: {command.in_words(row.key)}",
-            command.in_words(row.cut),
+            "as shipped" if row.ms == row.shipped_ms else command.in_words(row.cut),
             f"{row.ms * 1e3:,.0f} µs",
             f"{row.shipped_ms * 1e3:,.0f} µs",
             f"{row.shipped_ms / row.ms:.2f} ×",

@@ -166,7 +166,7 @@ def tune_all(
 
 def _tokens(device: torch.device) -> int:
     if device.type == "cpu":
-        return 16
+        return 4
     memory = torch.cuda.get_device_properties(device).total_memory
     return _TOKENS if memory >= _LITTLE_MEMORY else _FEW_TOKENS
 
@@ -176,6 +176,6 @@ def in_words(data: dict[str, Any]) -> str:
     words = (
         value if name == "dtype" else name if value is True else f"{name} {value}"
         for name, value in data.items()
-        if value not in (None, False, 0)
+        if value not in (None, False, 0) and (name, value) not in (("precision", "ieee"), ("resident", 1))
     )
     return ", ".join(map(str, words))

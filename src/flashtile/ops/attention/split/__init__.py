@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashtile.ops.attention.call import Call, KernelChoice, summarise, visible_keys
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
-from flashtile.ops.common.split_keys.configs import TileKey, choose_split_count, choose_tiles, shared_memory
+from flashtile.ops.common.split_keys.configs import TileKey, choose_split_count, choose_tiles, shared_memory, tiles_from
 
 #: With more queries than this, nobody asks whether to split.
 MAX_QUERIES = 128
@@ -93,7 +93,7 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     parts = f", keys in {splits} parts" if splits > 1 else ""
     block, rows = (tiles.block_m, tiles.block_n), "queries and heads"
     summary = summarise(block, f"{tiles.num_warps} warps", tiles.num_stages, memory, rows, chunk + parts)
-    return (KernelChoice("forward", tiles, memory, "split", splits, summary),)
+    return (KernelChoice("forward", tiles, memory, "split", splits, summary, tiles_from(facts, tile_key)),)
 
 
 BACKEND = Backend("split", "flashtile.ops.attention.split.launch", unsupported_reason, describe)

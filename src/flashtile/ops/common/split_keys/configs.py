@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile._backends.tuned import choose
+from flashtile._backends.tuned import choose, is_tuned
 from flashtile.ops.common.tiles import power_of_two, tile_width
 
 #: The most parts into which the keys of a sequence are split.
@@ -161,12 +161,22 @@ _FLOAT32: _Table = (
 
 def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
     """What a user's table has for such calls, else the first row of the device's table that holds the head."""
-    key = tile_key._replace(
+    return choose("decoding", device, _tuned_key(tile_key), _shipped_tiles(device, tile_key))
+
+
+def tiles_from(device: DeviceFacts, tile_key: TileKey) -> str:
+    """`KernelChoice.tiles_from`."""
+    tuned = is_tuned("decoding", device, _tuned_key(tile_key))
+    return "tuned" if tuned else "measured" if device.arch == "sm_90" else "predicted"
+
+
+def _tuned_key(tile_key: TileKey) -> TileKey:
+    """The key of a user's row: heads and rows of a tile's size."""
+    return tile_key._replace(
         head_dim=tile_width(tile_key.head_dim),
         head_dim_v=tile_width(tile_key.head_dim_v),
         rows=min(_MOST_ROWS, max(_LEAST_ROWS, power_of_two(tile_key.rows))),
     )
-    return choose("decoding", device, key, _shipped_tiles(device, tile_key))
 
 
 def _shipped_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
