@@ -54,7 +54,9 @@ def test_cpu(operation):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("check", _parameters(_first_of_each(kernel_checks("triton", _FP16))))
+@pytest.mark.parametrize(
+    "check", _parameters([*_first_of_each(kernel_checks("triton", _FP16)), kernel_checks("split", _FP16)[-1]])
+)
 def test_interpreted(check):
     check.run(torch.device("cpu"))
 
