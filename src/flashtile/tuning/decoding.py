@@ -13,7 +13,7 @@ from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, shared
 from flashtile.tuning.choice import Choice, Problem, UntunableError, normal
 
 #: Bytes of keys and values that a problem reads at most, and rows of a sequence where there are many.
-_CACHE_BYTES, _CACHE_ROWS = 256 * 2**20, 4096
+_CACHE_BYTES, _CACHE_ROWS = 256 * 2**20, 1024
 _HEADS_KV = 8
 
 
