@@ -33,6 +33,7 @@ from flashtile.ops.attention.hopper import (
     launch,
     primitives,
     schedule,
+    tuned_rows,
     unsupported_reason,
 )
 from flashtile.ops.attention.hopper.convert import Operand, convert_kernel
@@ -367,9 +368,12 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
     ("CONSUMERS", "block_n"): ({}, [
         ({"d": 64, "s": 256}, 1, 128), ({"d": 32, "s": 49, "alibi": 1, "softcap": 9.0, "sinks": True}, 1, 128),
         ({"d": 40, "s": 256}, 2, 128),  # does not fill its tile
-        ({"d": 64, "s": 257}, 3, 128), ({"d": 64, "s": 256, "seq_k": 257}, 2, 128),
+        ({"d": 64, "s": 257}, 1, 128), ({"d": 64, "s": 256, "seq_k": 257}, 2, 128),
+        ({"d": 64, "s": 512}, 1, 128), ({"d": 64, "s": 384}, 3, 128), ({"d": 64, "s": 513}, 3, 128),
+        ({"d": 64, "s": 512, "seq_k": 4096}, 3, 128),
         ({"d": 64, "s": 256, "dtype": configs.FP8}, 2, 128), ({"d": 64, "s": 256, "mask": _PADDING}, 2, 128),
-        ({"d": 64, "s": 256, **_CAUSAL}, 2, 64), ({"d": 64, "s": 513, **_CAUSAL}, 2, 128),
+        ({"d": 64, "s": 256, **_CAUSAL}, 2, 64), ({"d": 64, "s": 257, **_CAUSAL}, 1, 128),
+        ({"d": 64, "s": 1024, **_CAUSAL}, 1, 128), ({"d": 64, "s": 1025, **_CAUSAL}, 2, 128),
         ({"d": 64, "s": 8192, **_CAUSAL, "window_left": 512}, 2, 64),
         ({"d": 64, "s": 8192, **_CAUSAL, "window_left": 513}, 2, 128),
         ({"d": 64, "s": 8192, "window_right": 300, "window_left": 300}, 2, 128),
@@ -433,7 +437,7 @@ _BOTH = {"d": ("head_dim", "head_dim_v"), "s": ("seq_q", "seq_k"), "h": ("heads"
 
 @each_case("names, base, row", [(names, base, row) for names, (base, rows) in _FORWARDS.items() for row in rows])
 def test_plans_of_the_forward(names, base, row, monkeypatch):
-    monkeypatch.setattr(configs, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(tuned_rows, "triton_version", lambda: (3, 6))
     change, *expected = row
     both = {name: change[short] for short, names in _BOTH.items() if short in change for name in names}
     call = _CALL._replace(**base | both | {name: value for name, value in change.items() if name not in _BOTH})
@@ -467,9 +471,9 @@ def test_where_ptxas_would_spill_few_tiles_have_several_consumers():
 def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(change, keys, monkeypatch):
     """With Triton 3.8 and later; not in float16, nor where two consumers serve."""
     call = _CALL._replace(**{"head_dim": 64, "head_dim_v": 64, **change})
-    monkeypatch.setattr(configs, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(tuned_rows, "triton_version", lambda: (3, 7))
     assert hopper_config(call).block_n == 128
-    monkeypatch.setattr(configs, "triton_version", lambda: (3, 8))
+    monkeypatch.setattr(tuned_rows, "triton_version", lambda: (3, 8))
     config = hopper_config(call)
     assert config.block_n == keys and config.ahead == (32 if keys == 64 else config.ahead)
 

@@ -182,6 +182,10 @@ _HALF_KEYS = HopperConfig(
 #: heads of 97 to 128, without a mask and under a causal one.
 HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
+#: Queries and keys up to which tiles have one consumer, with heads of 32 and 64: causal, beyond `SHORT`; without a mask
+#: if tiles of three consumers would be less full than this.
+ALONE_CAUSAL, ALONE_FULL, _LEAST_FULL = 1024, 512, 0.9
+
 #: Calls of up to so many keys have tiles of 64 if they fill an odd number of these, without a mask and with heads of 65
 #: to 128: half of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 ×
 #: 144 tokens, heads of 72, 80 and 96, 1.25, 1.21 and 1.22; 64 × 320 1.11, 1.13 and 1.11; 32 × 448 1.07, 1.00 and 1.04;
@@ -204,10 +208,15 @@ HALF_WINDOW, HALF_WINDOW_WIDE = 512, 1024
 #: likewise: 4,096 queries on 77 keys, 10 heads, 1 and 4 sequences 1.20 and 1.08 times as fast as with three consumers,
 #: 8 × 4,096 on 256, 16 heads, 1.11. With dropout always, instead of two consumers of 64 keys: 4 × 4,096 tokens, 32
 #: heads, 1.07 times, causal 1.06, 16 × 1,024, 16 heads, 1.00, 64 × 128, 12 heads, 1.14.
-#: And where tiles are few (`one_consumer_pays`).
+#: And where tiles are few (`one_consumer_pays`). Causal, 16,384 tokens, 16 heads, an H200, times as fast as the others:
+#: of 256 1.00, of 512 1.05, of 1,024 1.02 to 1.05.
 _ALONE = HopperConfig(
     consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
 )
+
+#: Where tiles of three consumers would not be full, and exponentials find another product: 512 tokens, 16 heads, H200s,
+#: 1.04 and 1.06 times as fast.
+_ALONE_AHEAD = _ALONE._replace(ahead=64)
 
 #: With a block mask whose tiles have 64 queries: a single consumer has 64. Two such programs share a multiprocessor, so
 #: that one multiplies while the other computes exponentials.
@@ -234,12 +243,11 @@ LONG_8, LONG_8_CAUSAL = 2048, 8192
 
 def rows_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> list[HopperConfig]:
     """All rows that calls with such heads may be cut by."""
-    widest, rows = max(head_dim, head_dim_v), [first_row(_ROWS, head_dim, _part_width(head_dim_v))]
-    if widest <= 64:
-        return [*rows, _THREE_OF_HALF_KEYS, _NARROW, _HALF_KEYS, _ALONE]
+    widest, row = max(head_dim, head_dim_v), first_row(_ROWS, head_dim, _part_width(head_dim_v))
     if widest <= 128:
-        return [*rows, _HALF_KEYS, _WIDE_SINGLE, *[_LONG_8] * (dtype is FP8)]
-    return [*rows, rows[0]._replace(consumers=1, in_turn=False)] if widest <= _MAX_PART else rows
+        more = [_THREE_OF_HALF_KEYS, _NARROW, _ALONE] if widest <= 64 else [_WIDE_SINGLE, *[_LONG_8] * (dtype is FP8)]
+        return [row, _HALF_KEYS, *more]
+    return [row, row._replace(consumers=1, in_turn=False)] if widest <= _MAX_PART else [row]
 
 
 def choose_config(call: Call, spills: bool = False) -> HopperConfig:
@@ -263,7 +271,8 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
         row = _LONG_8
     bare = not (blocks or tables or dtype is FP8)
     if bare and not dropout and _has_half_keys(call):
-        row = _HALF_KEYS
+        # Without a mask no exponentials ahead: heads of 128, 512 tokens, 16 heads, H200s, 1.04 and 1.05 times as fast.
+        row = _HALF_KEYS if left or right or widest <= 96 else _HALF_KEYS._replace(ahead=0)
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
@@ -323,6 +332,11 @@ def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
         few = True
     elif not right and lengths[0] <= SHORT:
         few = gives_at_most(call, 2)  # else two consumers, whose tiles these fill
+    elif right:
+        few = few or SHORT < max(lengths) <= ALONE_CAUSAL
+    elif max(lengths) <= ALONE_FULL and not dropout:
+        full = lengths[0] / (-(-lengths[0] // _ROWS_OF_THREE) * _ROWS_OF_THREE)
+        return _ALONE_AHEAD if full < _LEAST_FULL else _ALONE if few else None
     return _ALONE if few or dropout else None
 
 
@@ -415,18 +429,6 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
     queries = query_places(config, head_dim, head_dim_v, dtype)
     outs = out_places(config, head_dim, head_dim_v, dtype)
     return _shared_memory(config, head_dim, head_dim_v, dtype, queries, outs)
-
-
-def alone_with_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
-    """One consumer, and as many stages as fit: for few rows and many 16-bit keys. The bits of a row stay."""
-    alone = config._replace(consumers=1, in_turn=False, registers=240, max_registers=168, resident=1)
-    return with_all_stages(alone, head_dim, head_dim_v)
-
-
-def with_all_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
-    """As many stages as there is room for, of keys of 16 bits."""
-    cuts = [config._replace(stages=stages) for stages in range(config.stages, 2 * config.stages + 3)]
-    return next((cut for cut in reversed(cuts) if shared_memory(cut, head_dim, head_dim_v) <= cut.room), config)
 
 
 def _shared_memory(

@@ -125,13 +125,13 @@ _HOPPER_SMALL_PAGES: _Table = (
     *_TENSOR_CORES[2:],
 )
 
-#: The same with many programs: four on a multiprocessor, not two, begin and end beside one another. µs for 64 sequences
-#: of 512 keys, 64 of 1,024, 256 of 512 and 32 of 16,384 in pages of 16: 37.8, 67.9, 131.5 and 492; in 4 stages 41.4,
-#: 70.9, 135.1 and 492.
+#: The same with many programs, whatever the pages, heads up to 128 columns: several on a multiprocessor begin and end
+#: beside one another. µs for 64 sequences of 1,024 keys, 8 key/value heads of 64, without pages, in pages of 16 and of
+#: 64: 64.3, 65.8 and 65.1; 128 keys on 4 warps in 3 stages 67.3, 69.8 and 70.6. Of 128: 63.9 without pages, 65.2 in
+#: pages of 16; 128 keys 68.7, and 64 keys on 4 warps 65.7.
 _HOPPER_MANY: _Table = (
-    _TENSOR_CORES[0],
-    (128, AttendTiles(block_m=16, block_n=64, num_warps=4, num_stages=2)),
-    *_TENSOR_CORES[2:],
+    (64, AttendTiles(block_m=16, block_n=64, num_warps=2, num_stages=2)),
+    (128, AttendTiles(block_m=16, block_n=64, num_warps=2, num_stages=2)),
 )
 
 #: AMD CDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
@@ -210,9 +210,9 @@ def _hopper_table(tile_key: TileKey) -> _Table:
     # Tiles of 64 and 128 keys of 8 bits, µs for 8 sequences of 16,384 rows and of 65,536 in pages of 16: 85 and 308, 72
     # and 280, since a tile has a fixed cost; for 64 of 4,096 in pages of 64, where a tile has one page: 147 and 167.
     wide = tile_key.page_size % 128 == 0 or (tile_key.eight_bits and tile_key.page_size % 64)
-    if wide:
-        return _HOPPER_FEW_ROWS
-    return _HOPPER_MANY if tile_key.many and not tile_key.eight_bits else _HOPPER_SMALL_PAGES
+    if tile_key.many and not tile_key.eight_bits and max(tile_key.head_dim, tile_key.head_dim_v) <= 128:
+        return _HOPPER_MANY
+    return _HOPPER_FEW_ROWS if wide else _HOPPER_SMALL_PAGES
 
 
 def shared_memory(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> int:
