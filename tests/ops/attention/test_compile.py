@@ -24,6 +24,7 @@ from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import TensorFacts
 from flashtile.ops.attention.gpu.reductions import bias_sum_kernel, shares_kernel, without_shares
 from flashtile.ops.attention.gpu.score_source import tile_reads
+from flashtile.ops.attention.gpu.tile_tables import FLOAT32_SPLIT
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.common.tiles import tile_width
 from flashtile.testing.cases import RelativeScore
@@ -74,8 +75,9 @@ _ROWS = (
     | dict.fromkeys(("sm_75", "sm_86", "gfx1100"), (128, 64, 256, 512))
     | dict.fromkeys(("sm_89", "sm_120"), (128,))
 )
-#: The same in float32: each row on sm_80 and sm_90, and elsewhere the one that fills the most registers.
-_FP32_ROWS = {"sm_80": (128, 64, 512), "sm_86": (128, 256), "sm_90": (128, 64, 512)}
+#: The same in float32: each row of bfloat16 products and of IEEE products, and elsewhere the one that fills the most
+#: registers.
+_FP32_ROWS = {"sm_80": (128, 64, 256, 512), "sm_86": (128, 64, 256, 512), "sm_90": (128, 64, 512)}
 
 #: (head_dim, head_dim_v) that fill their tiles only in part.
 _ODD_HEADS = (80, 80)
@@ -95,8 +97,8 @@ class _Fit(NamedTuple):
 
     @property
     def family(self) -> str:
-        if self.dtype is _FP32 and self.arch.startswith("sm_") and self.arch != "sm_90":
-            return "cuda"  # no tensor cores
+        if self.dtype is _FP32 and self.arch.startswith("sm_"):
+            return f"{self.arch} split" if self.arch in FLOAT32_SPLIT else "cuda"  # the others: no tensor cores
         return family(self.arch)
 
 
@@ -121,6 +123,7 @@ def _matrix() -> dict[_Fit, int]:
         for arch, dtype, widths in (
             ("sm_80", _FP16, (128, 64, 256, 512)),
             ("sm_90", _FP16, (128, 256)),
+            ("sm_80", _FP32, (128,)),
             ("sm_90", _FP32, (64, 128, 256, 512)),
             ("gfx942", _FP16, (128,)),
         )

@@ -268,7 +268,7 @@ def test_the_longest_walk_of_a_window():
 @pytest.mark.parametrize(
     "arch, dtype, allow_tf32, precision",
     [
-        ("sm_80", torch.float32, False, "ieee"), ("sm_90", torch.float32, False, "bf16x6"),
+        ("sm_80", torch.float32, False, "bf16x6"), ("sm_90", torch.float32, False, "bf16x6"),
         ("sm_86", torch.float32, False, "ieee"), ("sm_100", torch.float32, False, "ieee"),
         ("sm_90", torch.float32, True, "tf32"), ("sm_90", torch.float16, True, "ieee"),
         ("gfx942", torch.float32, True, "ieee"),

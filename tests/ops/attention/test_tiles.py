@@ -58,8 +58,9 @@ def test_every_situation_has_tiles_that_fit(kernel, device):
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
-def test_float32_as_bfloat16_has_tiles_that_fit(kernel):
-    device = KNOWN_DEVICES["sm_90"]
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_float32_as_bfloat16_has_tiles_that_fit(kernel, arch):
+    device = KNOWN_DEVICES[arch]
     for key in _situations():
         if key.dtype is torch.float32:
             split = key._replace(precision=dot_precision(torch.float32, device, allow_tf32=False))

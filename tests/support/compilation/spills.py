@@ -28,6 +28,12 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
         ("dkdv", 512): 64,
     },
     # Operands are split in registers.
+    "sm_80 float32": {
+        ("forward", 64): 64, ("forward", 128): 384, ("forward", 256): 576, ("forward", 512): 512,
+        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 128, ("dq", 512): 128,
+        ("dkdv", 64): 64, ("dkdv", 128): 576, ("dkdv", 256): 448, ("dkdv", 512): 320,
+        ("column_sums", 128): 128, ("column_sums", 256): 64, ("dbias", 64): 64, ("dbias", 256): 64, ("dbias", 512): 64,
+    },
     "sm_90 float32": {
         ("forward", 128): 384, ("forward", 256): 256,
         ("dq", 64): 64, ("dq", 128): 128, ("dq", 256): 64, ("dq", 512): 64,

@@ -326,10 +326,38 @@ FLOAT32: Table = {
     ),
 }
 
-#: float32 as six products of bfloat16, on the architectures where that was measured to be faster than IEEE products:
-#: 4 to 6 times. Milliseconds for 4 sequences of 2,048 tokens and 16 heads on an H100, full / causal, beside the next
-#: best tiles. Past 128 columns: the tiles with the fewest spills, because operands are split in registers.
+#: float32 as six products of bfloat16, on the architectures where that is faster than IEEE products: on sm_90 4 to 6
+#: times. Milliseconds for 4 sequences of 2,048 tokens and 16 heads on an H100, full / causal, beside the next best
+#: tiles. Past 128 columns: the tiles with the fewest spills, because operands are split in registers. Rows of sm_80 are
+#: predictions (`tuning.predict`) among tiles that spill as little: the six products have 2.7 times the rate of ordinary
+#: units. On sm_86, sm_89 and sm_120 they have a third of it, and on sm_100 their accumulators do not fit tensor memory.
 FLOAT32_SPLIT: dict[str, Table] = {
+    "sm_80": {
+        "forward": (
+            Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+            Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1, chunk=64)),
+            Row(256, 256, TileConfig(block_m=64, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=64, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        ),
+        "dq": (
+            Row(64, 64, TileConfig(block_m=64, block_n=16, num_warps=4, num_stages=2)),
+            Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1, chunk=32)),
+            Row(256, 256, TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        ),
+        "dkdv": (
+            Row(64, 64, TileConfig(block_m=16, block_n=64, num_warps=4, num_stages=2)),
+            Row(128, 128, TileConfig(block_m=16, block_n=64, num_warps=4, num_stages=1, chunk=64)),
+            Row(256, 256, TileConfig(block_m=16, block_n=64, num_warps=8, num_stages=1, chunk=64)),
+            Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+        ),
+        "column_sums": FLOAT32["column_sums"],
+        "dbias": (
+            Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+            Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1, chunk=32)),
+            Row(512, 512, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1, chunk=64)),
+        ),
+    },
     "sm_90": {
         "forward": (
             Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1),
