@@ -201,6 +201,13 @@ def test_command_without_a_gpu():
         assert result.exit_code == 2 and "there is no GPU here" in result.output
 
 
+def test_command_without_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("flashtile.tuning.triton_missing", lambda: "it is not here")
+    result = CliRunner().invoke(app, ["tune"])
+    assert result.exit_code == 2 and "nothing to tune without Triton: it is not here" in result.output
+
+
 def test_managing_a_table(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("flashtile.cli.tune._gpu", lambda: CPU)

@@ -13,21 +13,25 @@ from flashtile.bench.start import UserError
 from flashtile.cli.calls_to_tune import OPERATIONS, Calls
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.explain import parse_dtype
-from flashtile.tuning import command
-from flashtile.tuning.command import Lookup, TunedRow, TunedTable, watching
+from flashtile.tuning import unavailable_reason
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashtile.tuning.command import Lookup, TunedRow, TunedTable
+
 
 def open_table() -> TunedTable:
     """The table of the GPU that is here."""
-    return TunedTable(_gpu())
+    device = _gpu()
+    from flashtile.tuning.command import TunedTable
+
+    return TunedTable(device)
 
 
 def _gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        raise UserError("there is no GPU here, so there is nothing to tune; the CPU backend measures nothing")
+    if (reason := unavailable_reason()) is not None:
+        raise UserError(reason)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -50,6 +54,8 @@ def manage(table: TunedTable, export: Path | None, reset: bool, console: Console
 def run(calls: Calls, table: TunedTable, seconds: float, jobs: int | None, again: bool, console: Console) -> bool:
     """Tunes, and prints what was found. False where time was over before all was tuned."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from flashtile.tuning import command
 
     lookups = _lookups(calls, _gpu())
     new = [lookup for lookup in lookups if again or not table.has(lookup)]
@@ -76,6 +82,8 @@ def run(calls: Calls, table: TunedTable, seconds: float, jobs: int | None, again
 
 def _lookups(calls: Calls, device: torch.device) -> list[Lookup]:
     """What the kernels of the calls ask, each question once."""
+    from flashtile.tuning import command
+
     operations = calls.operations or OPERATIONS
     unknown = [operation for operation in operations if operation not in OPERATIONS]
     if unknown:
@@ -84,7 +92,7 @@ def _lookups(calls: Calls, device: torch.device) -> list[Lookup]:
         raise UserError(f"--heads-kv: expected a divisor of --heads {calls.heads}, got {calls.heads_kv}")
     dtypes = [parse_dtype(name) for name in calls.dtype]
     causal = (False, True) if calls.causal is None else (calls.causal,)
-    with watching() as found:
+    with command.watching() as found:
         if calls.program is not None:
             command.run_program(calls.program)
             return found
@@ -105,6 +113,8 @@ def _lookups(calls: Calls, device: torch.device) -> list[Lookup]:
 
 
 def _in_words(rows: list[TunedRow], title: str) -> Table:
+    from flashtile.tuning import command
+
     lines = [
         [
             f"{row.choice}: {command.in_words(row.key)}",
@@ -119,4 +129,6 @@ def _in_words(rows: list[TunedRow], title: str) -> Table:
 
 
 def _name(lookup: Lookup) -> str:
+    from flashtile.tuning import command
+
     return f"{lookup.choice}: {command.in_words(command.as_data(lookup.key))}"
