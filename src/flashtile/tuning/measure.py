@@ -23,7 +23,7 @@ from flashtile._backends import tuned
 from flashtile._backends.devices import DeviceFacts, interpreting
 from flashtile._backends.launch import KernelSource, compile_kernel, noting_kernels
 from flashtile._backends.tuned import Lookup, Tuned, TunedRow, as_data
-from flashtile.io_model import find_device
+from flashtile.io_model import DEVICES, find_device
 from flashtile.tuning import attention, companions, decoding
 from flashtile.tuning.choice import Choice, Problem
 from flashtile.tuning.predict import Compiled, is_modelled
@@ -89,6 +89,8 @@ def _in_order(lookup: Lookup, choice: Choice, compiled: dict[Any, Compiled | Non
     """The cuts to time, in the order of their predicted times; without a model as they come. Of many, the half that is
     predicted to be slower is left out."""
     sheet = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    alike = (each for each in DEVICES.values() if each.arch == lookup.device.arch)
+    sheet = sheet or next(alike, None)  # cuts compare alike on all GPUs of an architecture
     if sheet is None or not is_modelled(sheet) or choice.predict is None:
         return list(compiled)
     known = {cut: choice.predict(lookup.key, cut, said, sheet) for cut, said in compiled.items() if said}
