@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile._backends import devices
+from flashtile._backends import clear_plans, devices
+from flashtile.ops.attention import options
 from flashtile.ops.attention.score_arguments import add_program, add_score_mod, function_parts
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_same
@@ -102,6 +103,43 @@ def test_the_parts_mean_what_the_function_does(name, monkeypatch):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert_same(one, other)
+
+
+#: Functions whose parts are tensors that they read, or views of these, or constants; and how often four calls of three
+#: kinds of tensors take one apart.
+_REPEATED: dict[str, tuple[Callable[..., Any], int]] = {
+    "alibi": (lambda s, b, h, i, j, slopes, bias, table: s - slopes[h] * (i - j), 1),
+    "alibi, computed": (lambda s, b, h, i, j, *_: s + torch.exp2(-((h + 1) * 8.0 / _HEADS)) * (j - i), 1),
+    "bias": (lambda s, b, h, i, j, slopes, bias, table: s + bias[h, j, i], 1),
+    "all, and more": (
+        lambda s, b, h, i, j, slopes, bias, table: (
+            _cap(s) + bias[h, i, j] - slopes[h] * (i - j) + table[h] * torch.sin(j)
+        ), 1,
+    ),
+    "slopes from a tensor": (lambda s, b, h, i, j, slopes, bias, table: s - 2 * slopes[h] * (i - j), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _REPEATED)
+def test_repeated_calls_take_a_function_apart_once(name, monkeypatch):
+    """Whatever the tensors of the later calls hold, and wherever in their memory they begin."""
+    function, expected = _REPEATED[name]
+    taken: list[Any] = []
+    monkeypatch.setattr(options, "add_score_mod", lambda *given: taken.append(0) or add_score_mod(*given))
+    clear_plans()
+
+    def run(seed: int, backend: str) -> list[Tensor | None]:
+        whole = [_leaf(*shape, seed=seed) for shape in ((_HEADS + 1,), (_HEADS + 1, _SEQ, _SEQ), (_HEADS + 1,))]
+        tensors = [each[seed % 2 :][:_HEADS] for each in whole]
+        qkv = [_leaf(2, _SEQ, _HEADS, 8, seed=seed + place) for place in (3, 4, 5)]
+        mod = lambda *given: function(*given, *tensors)  # noqa: E731
+        out = flashtile.attention(*qkv, causal=True, score_mod=mod, backend=backend)
+        return [out, *torch.autograd.grad(out.square().sum(), [*qkv, *whole], allow_unused=True)]
+
+    found = [run(seed, "cpu") for seed in range(4)]
+    assert len(taken) == expected
+    for seed, results in enumerate(found):
+        assert_same(results, run(seed, "reference"), name)
 
 
 def test_where_a_call_cannot_take_the_parts_the_function_stays_whole():

@@ -182,7 +182,8 @@ def new_call(
     resolved = _resolutions(given, side)
     if resolved is None:
         return None
-    wanted = wanted_gradients(saved_side(given, (0, 0)))
+    taken_apart = given and len(given) != len(side_tensors(side))
+    wanted = wanted_gradients(side if taken_apart else saved_side(given, (0, 0)))
     requires_grad = any(tensor.requires_grad for tensor in tensors)
     call = RepeatedCall(AuxForm.from_side(side), spec, backend, resolved, wanted=wanted, requires_grad=requires_grad)
     _CALLS.keep(key, tensors, call)
@@ -195,14 +196,17 @@ Resolution = int | Callable[..., Tensor]
 
 
 def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | None:
-    """How the side inputs that there are follow from the given tensors; None where they do not, as those of a score
-    function that is taken apart."""
+    """How the side inputs that there are follow from the given tensors; None where they do not. The tensors of a score
+    function come last; of one that is taken apart some become arguments."""
     resolved = side_tensors(side) if given else ()
-    if len(resolved) != len(given) or (not given and not side.plain):
+    if not given and not side.plain:
         return None
+    arguments = len(resolved) - len(side.captured)
+    captured = given[arguments:]
+    start = sum(tensor is not None for tensor in given[:arguments])
     found: list[Resolution] = []
     present = -1
-    for place, (tensor, result) in enumerate(zip(given, resolved)):
+    for place, (tensor, result) in enumerate(zip(given[:arguments], resolved)):
         present += tensor is not None
         if tensor is None:
             if place == _DROPOUT_SEED and result is not None:
@@ -210,7 +214,10 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
             elif place == _CU_SEQLENS_K and result is given[_CU_SEQLENS_Q] and result is not None:
                 found.append(0)
             elif result is not None:
-                return None
+                part = _part_of_function(result, captured, start)
+                if part is None:
+                    return None
+                found.append(part)
         elif result is None:
             return None
         elif result is tensor:
@@ -219,7 +226,27 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
             found.append(lambda aux, q, place=present, dtype=result.dtype: aux[place].to(dtype))
         else:
             found.append(lambda aux, q, place=present, shape=result.shape: aux[place].expand(shape))
+    for tensor in side.captured:
+        part = _part_of_function(tensor, captured, start)
+        if part is None:
+            return None
+        found.append(part)
     return tuple(found)
+
+
+def _part_of_function(result: Tensor, captured: Given, start: int) -> Resolution | None:
+    """How a tensor follows from those of a score function, of which the first is at `start` of those that there are: it
+    is one of them, or another view of its memory. Without such tensors it is the same for all calls: slopes, which are
+    kept, unless they are computed when a CUDA graph runs."""
+    if not captured:
+        later = result.is_cuda and torch.cuda.is_current_stream_capturing()
+        return None if later else lambda aux, q: result
+    address, shape, strides = result.data_ptr(), result.shape, result.stride()
+    alike = [place for place, tensor in enumerate(captured) if tensor is not None and tensor.data_ptr() == address]
+    if len(alike) != 1:
+        return None
+    place = start + alike[0]
+    return place if result is captured[alike[0]] else lambda aux, q: aux[place].as_strided(shape, strides)
 
 
 def forget_calls() -> None:
@@ -228,7 +255,8 @@ def forget_calls() -> None:
 
 
 class RepeatedCall:
-    """Calls whose arguments and tensors look alike: their canonical form, and what runs them. It holds no tensor.
+    """Calls whose arguments and tensors look alike: their canonical form, and what runs them. It holds no tensor, but
+    slopes that a function computes from nothing.
 
     Attributes:
         form, backward_spec, wanted: what its backward reads of it.
