@@ -209,6 +209,17 @@ def test_dq_dk_and_dv_of_one_tile(arch, call):
     check_code(call_source("dq", arch, call), arch, check_fit, memory, spilled)
 
 
+def test_wide_heads_of_one_tile_take_two_kernels_where_warps_multiply():
+    """With 128 columns and a bias, ptxas 12.8 makes wrong code of one kernel on sm_80; on sm_86 it takes 106,752 bytes
+    of shared memory."""
+    names = {
+        (arch, width): plan("dq", devices.KNOWN_DEVICES[arch], Call(width, width, seq_q=32, seq_k=32)).name
+        for arch in ("sm_80", "sm_86", "sm_120", "sm_90")
+        for width in (64, 128)
+    }
+    assert {of for of, name in names.items() if name == "dq"} == {(arch, 128) for arch in ("sm_80", "sm_86", "sm_120")}
+
+
 @pytest.mark.parametrize("arch, parts", [("sm_90", 2), ("sm_75", 86), ("gfx942", 86)])
 def test_sum_of_the_parts_of_a_bias(arch, parts):
     total = bias_sum_kernel(parts, call_on(arch, _WINDOWS_BIAS))

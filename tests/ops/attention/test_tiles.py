@@ -115,7 +115,7 @@ def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel):
         # Where warps multiply, the next tile goes where this one was.
         pytest.param("sm_86", "forward", 114, TileConfig(128, 64, 8, 2), id="two_stages_in_the_memory_of_one"),
         pytest.param("sm_86", "forward", 32, TileConfig(64, 16, 8, 2), id="one_stage_saves_nothing"),
-        pytest.param("sm_86", "dkdv", 99, TileConfig(64, 64, 8, 2), id="dkdv_keeps_the_queries"),
+        pytest.param("sm_86", "dkdv", 99, TileConfig(64, 32, 8, 3), id="a_row_of_its_own"),
     ],
 )
 def test_a_row_shrinks_in_this_order(arch, kernel, kib, expected):

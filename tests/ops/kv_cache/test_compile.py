@@ -166,7 +166,9 @@ def _kernels(arch: str, name: str) -> dict[str, Any]:
 
 def sources(arch: str) -> dict[tuple[str, str], KernelSource]:
     """What is compiled of every call here, by kernel and call (also for `tools/compile_survey.py`)."""
-    return {(kernel, name): plan.source for name in _CALLS for kernel, plan in _kernels(arch, name).items()}
+    unknown = () if devices.KNOWN_DEVICES[arch].has_fp8_products else (torch.float8_e4m3fn,)
+    names = [name for name, call in _CALLS.items() if call.cache_dtype not in unknown]
+    return {(kernel, name): plan.source for name in names for kernel, plan in _kernels(arch, name).items()}
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:

@@ -55,29 +55,39 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
 }  # fmt: skip
 
 
-#: The same of other operations, by (architecture, operation, kernel, call of its `test_compile.py`).
-_COMPANIONS = {
-    ("sm_80", "kv_cache", "attend", "float32"): 16,
-    ("sm_80", "kv_cache", "attend", "float32_512"): 16,
-    ("sm_90", "kv_cache", "attend", "invariant_256"): 128,
-    ("sm_90", "kv_cache", "attend", "invariant_float32"): 464,
-    ("sm_75", "layer_norm", "backward", "everything"): 16,
-    ("sm_90", "layer_norm", "backward", "dropout"): 16,
-    ("sm_90", "layer_norm", "backward", "everything"): 16,
-    ("sm_90", "layer_norm", "backward", "everything_looped"): 64,
-    ("sm_90", "layer_norm", "backward", "fp32_looped"): 16,
-    # Three passes over heads whose elements are not aligned.
-    ("sm_90", "rotary", "rotary", "everything"): 16,
+#: The same of other operations, by (operation, kernel, call of its `test_compile.py`) and architecture; "cuda" and
+#: "hip" are those that are not named.
+_COMPANIONS: dict[tuple[str, str, str], dict[str, int]] = {
+    ("dense", "activate_backward", "misaligned"): {"sm_100": 8},
+    ("kv_cache", "attend", "e5m2_pages"): {"gfx1100": 8},
+    ("kv_cache", "attend", "int8_rows"): {"gfx1100": 396},
+    ("kv_cache", "attend", "int8_rows_packed"): {"cuda": 120, "sm_90": 32, "sm_100": 240},
+    ("kv_cache", "attend", "invariant"): {"sm_80": 24},
+    ("kv_cache", "attend", "invariant_256"): {"cuda": 80, "sm_90": 128},
+    ("kv_cache", "attend", "invariant_float32"): {"cuda": 344, "sm_90": 464, "gfx1100": 924},
+    ("kv_cache", "attend", "packed_chunks"): {"sm_120": 8},
+    ("kv_cache", "attend", "packed_one_row_pages"): {"sm_120": 8},
+    ("layer_norm", "backward", "dropout"): {"cuda": 16},
+    ("layer_norm", "backward", "everything"): {"cuda": 16, "sm_120": 32},
+    ("layer_norm", "backward", "everything_looped"): {"cuda": 96, "sm_90": 64, "hip": 140},
+    ("layer_norm", "backward", "fp32_looped"): {"cuda": 80, "sm_90": 16},
+    ("layer_norm", "backward", "odd"): {"sm_80": 8},
+    ("softmax", "backward", "causal_looped"): {"sm_100": 8},
 }
 
 
 def attention_spills(arch: str, dtype: torch.dtype, kernel: str, width: int) -> int:
     """Bytes that a kernel of attention may spill. `width`: columns of its tiles."""
     precision = "float32" if dtype is torch.float32 else "16-bit"
-    family = f"{'cuda' if arch.startswith('sm_') else 'hip'} {precision}"
-    return _ATTENTION.get(f"{arch} {precision}", _ATTENTION.get(family, {})).get((kernel, width), 0)
+    of_family = _ATTENTION.get(f"{_family(arch)} {precision}", {})
+    return _ATTENTION.get(f"{arch} {precision}", of_family).get((kernel, width), 0)
 
 
 def companion_spills(arch: str, operation: str, kernel: str, call: str) -> int:
     """Bytes that a kernel of another operation may spill."""
-    return _COMPANIONS.get((arch, operation, kernel, call), 0)
+    found = _COMPANIONS.get((operation, kernel, call), {})
+    return found.get(arch, found.get(_family(arch), 0))
+
+
+def _family(arch: str) -> str:
+    return "cuda" if arch.startswith("sm_") else "hip"

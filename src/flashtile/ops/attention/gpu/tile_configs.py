@@ -108,6 +108,8 @@ def _shipped_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> Til
     width = _width(key)
     if key.precision == "bf16x6":
         table = tile_tables.FLOAT32_SPLIT[device.arch]
+    elif key.dtype is torch.float32 and device.is_cuda and device.arch != "sm_90":
+        table = tile_tables.FLOAT32_CUDA if device.capability >= 80 else tile_tables.FLOAT32_SM_75
     elif key.dtype is torch.float32:
         table = tile_tables.FLOAT32
     elif kernel == "dbias":
@@ -127,8 +129,10 @@ def _shipped_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> Til
             (True, False): tile_tables.HOPPER_BANDED_SHORT,
             (True, True): tile_tables.HOPPER_BANDED,
         }[key.banded, key.length == "long"]
+    elif device.is_cuda and not _multiplies_by_warps(device):
+        table = tile_tables.SM_100
     elif device.is_cuda:
-        table = tile_tables.TENSOR_CORES
+        table = tile_tables.SM_86 if device.shared_memory < 128 * 1024 else tile_tables.SM_80
     elif device.arch.startswith("gfx1"):
         table = tile_tables.RDNA
     else:
@@ -150,7 +154,9 @@ def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig
     """
     key, device = tile_key_for(call), call.cut_by.machine.facts
     tiles = choose_tiles(kernel, device, key)
-    one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(key) <= 128
+    # On sm_80 a thread spills 600 to 2,144 bytes of 128 columns, and ptxas 12.8 reads back wrong halves of some.
+    widest = 64 if _multiplies_by_warps(device) else 128
+    one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(key) <= widest
     short = kernel == "dq" and key.length == "short" and not call.packed
     has_work = call.lines and call.rows_q and call.rows_k
     if not (has_work and one_tile and short and key.dtype.itemsize == 2 and key.block_tile is None):
@@ -249,11 +255,11 @@ def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey, device: D
         tile_bytes += itemsize * moving * (width + width_v) * ahead
     # Beside the tiles: scores that change their layout on the way to the next product, and reductions.
     exchange = max(scores * (_SPLIT_BYTES if split else itemsize), 2048)
-    if kernel == "dkdv" and itemsize == 2 and (by_programs or (by_warps and tiles.num_stages == 1)):
-        exchange *= 4
-    elif kernel == "dq" and by_programs:
-        exchange *= 2
+    if itemsize == 2 and (by_programs or by_warps):
+        from_registers = kernel == "dkdv" and by_warps and tiles.num_stages > 1
+        exchange *= {"dq": 2, "dkdv": 1 if from_registers else 4, "short_backward": 4}.get(kernel, 1)
     if by_warps:
+        exchange *= 2 if kernel == "dkdv" and key.table_bytes else 1
         exchange += 16 * max(tiles.block_m, tiles.block_n) * (1 + ahead)  # statistics of rows
     # Tiles of bias and mask go through registers, so one stage fewer of them lies in shared memory; where they are
     # transposed, they change their layout too.

@@ -144,8 +144,8 @@ HOPPER_SHORT: Table = {
     "dkdv": (Row(64, 64, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)),),
 }
 
-#: Other NVIDIA architectures, 16-bit.
-TENSOR_CORES: Table = {
+#: sm_100, 16-bit.
+SM_100: Table = {
     "forward": (
         Row(64, 64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
         Row(128, 128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
@@ -164,6 +164,46 @@ TENSOR_CORES: Table = {
         Row(128, 128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
         Row(256, 256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
         Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
+    ),
+}
+
+#: sm_80, 16-bit: predictions (`tuning/predict.py`) from registers, spills and shared memory as Triton 3.6 compiles them
+#: for a causal mask. Each warp takes 16 rows of the program's own, so eight warps would compute 64 rows twice. Beside
+#: the rows: time by the model relative to the best candidate on an A100 and, shrunk, on an RTX 4090.
+SM_80: Table = {
+    "forward": (
+        # 165 registers, no spills (1.00, 1.00). 128 queries: 255 registers, a score function spills 280 bytes.
+        Row(64, 64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        *SM_100["forward"][1:],
+    ),
+    "dq": (
+        SM_100["dq"][0],
+        # 176 registers, no spills (1.00, 1.00). 64 keys on 8 warps: 1.58.
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),
+        # 255 registers, no spills (1.00, 1.00). On 8 warps: 1.50.
+        Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        SM_100["dq"][3],
+    ),
+    "dkdv": (
+        SM_100["dkdv"][0],
+        # 184 registers, no spills (1.14, 1.10). 64 keys spill, or take 8 warps.
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        # 184 registers, no spills (1.00).
+        Row(256, 256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        SM_100["dkdv"][3],
+    ),
+}
+
+#: sm_86, sm_89 and sm_120, 16-bit: 99 KiB for a program. Other rows of sm_80 shrink to it. Predictions, as above.
+SM_86: Table = {
+    **SM_80,
+    "dkdv": (
+        SM_80["dkdv"][0],
+        # 180 registers, 88,064 bytes, no spills with any feature (1.00).
+        Row(128, 128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=3)),
+        # 253 registers, 84,224 bytes, no spills (1.07). 32 × 32 on 8 warps, to which the row of sm_80 shrinks: 1.68.
+        Row(256, 256, TileConfig(block_m=16, block_n=64, num_warps=8, num_stages=2)),
+        SM_80["dkdv"][3],
     ),
 }
 
@@ -323,6 +363,40 @@ FLOAT32: Table = {
     "dbias": (
         Row(128, 128, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
         Row(512, 512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
+    ),
+}
+
+#: The same for NVIDIA's cards but sm_90, as compiled with Triton 3.6: predictions. Beside the rows: spilled bytes of a
+#: thread on sm_86 with a causal mask, here and as above.
+FLOAT32_CUDA: Table = {
+    **FLOAT32,
+    "forward": (
+        Row(64, 64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),  # 0, and 96 without the mask
+        *FLOAT32["forward"][1:],
+    ),
+    # With a second stage tiles come to shared memory, with one through registers.
+    "dq": (
+        *FLOAT32["dq"][:2],
+        Row(256, 256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)),  # 0 and 2,216
+        FLOAT32["dq"][3],
+    ),
+    "dkdv": (
+        *FLOAT32["dkdv"][:2],
+        Row(256, 256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=2)),  # 0 and 1,968
+        FLOAT32["dkdv"][3],
+    ),
+}
+
+#: float32 and 16-bit on sm_75, where nothing comes to shared memory but through registers: as compiled, predictions.
+FLOAT32_SM_75: Table = {
+    **FLOAT32_CUDA,
+    "dq": (
+        Row(64, 64, TileConfig(block_m=64, block_n=16, num_warps=8, num_stages=1)),  # 0 and 200
+        *FLOAT32["dq"][1:],
+    ),
+    "dkdv": (
+        Row(64, 64, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),  # 0 and 296
+        *FLOAT32["dkdv"][1:],
     ),
 }
 
