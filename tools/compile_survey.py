@@ -78,7 +78,8 @@ class Form(NamedTuple):
     def may_spill(self) -> int:
         if self.operation != "attention":
             return companion_spills(self.arch, self.operation, self.kernel, self.feature)
-        return attention_spills(self.arch, _DTYPES[self.dtype], self.kernel, tile_width(int(self.width)))
+        width, more = tile_width(int(self.width)), self.feature not in ("dense", "causal")
+        return attention_spills(self.arch, _DTYPES[self.dtype], self.kernel, width, more)
 
 
 def forms(chosen: argparse.Namespace) -> dict[Form, KernelSource]:

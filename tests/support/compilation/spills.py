@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import torch
 
-#: What a thread may spill, in bytes, by (kernel, columns of a tile); 0 where nothing stands. Measured with Triton 3.6
-#: and rounded up to 64 bytes; dk/dv of 128 and 256 columns on sm_90 with 3.9, which spills more (88 and 256).
+#: What a thread may spill, in bytes, by (kernel, columns of a tile), of a call that is dense or causal and has nothing
+#: more; 0 where nothing stands. Measured with Triton 3.6 and rounded up to 64 bytes; dk/dv of 128 and 256 columns on
+#: sm_90 with 3.9, which spills more (88 and 256).
 _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
     # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
     # fastest in spite of these bytes.
     "cuda 16-bit": {
         ("dbias", 64): 64, ("dbias", 128): 64, ("dbias", 256): 64,
         ("dq", 512): 64, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
+        ("column_sums", 256): 64, ("dq", 128): 64, ("short_backward", 32): 64, ("short_backward", 64): 384,
     },
-    # Ordinary units take whole rows of both operands through registers.
-    "cuda float32": {
-        ("dbias", 128): 64, ("forward", 64): 64, ("forward", 128): 320,
-        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 2240, ("dq", 512): 64,
-        ("dkdv", 128): 320, ("dkdv", 256): 2304,
-    },
+    "cuda float32": {("dq", 512): 64},
     # No tensor-core products (see `choose_tiles`), and 64 KiB of on-chip memory: no tiles in flight either.
     "sm_75 16-bit": {
-        ("forward", 64): 384, ("dq", 64): 320, ("dq", 128): 256, ("dkdv", 64): 384, ("dkdv", 128): 320,
-        ("dkdv", 512): 64,
+        ("dq", 128): 256, ("dq", 256): 64, ("dkdv", 128): 320, ("dkdv", 512): 64,
     },
     # Operands are split in registers.
     "sm_80 float32": {
@@ -40,20 +36,50 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
         ("dkdv", 64): 384, ("dkdv", 128): 448, ("dkdv", 256): 384, ("dkdv", 512): 192,
         ("column_sums", 128): 64, ("column_sums", 256): 64,
     },
-    "sm_75 float32": {("dq", 64): 256, ("dq", 128): 192, ("dkdv", 64): 320, ("dkdv", 128): 256},
+    "sm_75 float32": {("dq", 128): 192, ("dkdv", 128): 256},
     # Half as many registers in a program as on CDNA.
     "gfx1100 16-bit": {
         ("dq", 128): 64, ("dq", 256): 960, ("dkdv", 64): 64, ("dkdv", 128): 256, ("dkdv", 256): 1216,
     },
     "gfx1100 float32": {
-        ("forward", 64): 1408, ("forward", 128): 896, ("forward", 256): 512,
-        ("dq", 64): 1856, ("dq", 128): 1792,
-        ("dkdv", 64): 2560, ("dkdv", 128): 1856, ("dkdv", 512): 384,
-        ("column_sums", 64): 64, ("column_sums", 128): 320,
+        ("column_sums", 64): 64, ("column_sums", 128): 704, ("column_sums", 256): 192, ("dkdv", 64): 2560,
+        ("dkdv", 128): 1920, ("dkdv", 256): 2752, ("dkdv", 512): 384, ("dq", 64): 2240, ("dq", 128): 1792,
+        ("dq", 256): 2624, ("forward", 64): 1408, ("forward", 128): 896, ("forward", 256): 512,
     },
     "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
 }  # fmt: skip
 
+
+#: The same of a call with packed sequences, a mask, a bias, dropout, a score function, or several of these, where it is
+#: more. A score function's own numbers are in registers.
+_WITH_FEATURES: dict[str, dict[tuple[str, int], int]] = {
+    "cuda 16-bit": {
+        ("column_sums", 128): 64, ("column_sums", 512): 64, ("dkdv", 64): 256, ("dkdv", 128): 320, ("dkdv", 256): 128,
+        ("dkdv", 512): 64, ("dq", 64): 768, ("dq", 128): 192, ("dq", 256): 768, ("forward", 64): 640,
+        ("forward", 128): 64, ("forward", 256): 64,
+    },
+    "cuda float32": {
+        ("column_sums", 256): 64, ("column_sums", 512): 64, ("dbias", 128): 384, ("dbias", 256): 64,
+        ("dbias", 512): 64, ("dkdv", 64): 704, ("dkdv", 128): 896, ("dkdv", 512): 512, ("dq", 64): 576,
+        ("dq", 128): 448, ("forward", 128): 384, ("forward", 256): 64,
+    },
+    "sm_75 float32": {
+        ("dkdv", 128): 320, ("dkdv", 512): 384, ("dq", 128): 256, ("dq", 256): 64, ("dq", 512): 64,
+        ("forward", 256): 64,
+    },
+    "sm_75 16-bit": {
+        ("dbias", 64): 320, ("dbias", 128): 2176, ("dkdv", 128): 448, ("dkdv", 512): 448, ("dq", 128): 320,
+    },
+    "gfx1100 16-bit": {
+        ("column_sums", 256): 192, ("dbias", 64): 64, ("dbias", 256): 384, ("dkdv", 64): 128, ("dkdv", 128): 448,
+        ("dkdv", 256): 1344, ("dq", 128): 192, ("dq", 256): 1088, ("forward", 128): 256, ("forward", 256): 512,
+    },
+    "gfx1100 float32": {
+        ("column_sums", 64): 128, ("column_sums", 128): 768, ("dbias", 64): 320, ("dbias", 128): 1472,
+        ("dbias", 256): 768, ("dkdv", 64): 3648, ("dkdv", 128): 1984, ("dkdv", 256): 2880, ("dkdv", 512): 1088,
+        ("dq", 128): 1856, ("dq", 256): 2688, ("forward", 64): 1920, ("forward", 256): 1280,
+    },
+}  # fmt: skip
 
 #: The same of other operations, by (operation, kernel, call of its `test_compile.py`) and architecture; "cuda" and
 #: "hip" are those that are not named.
@@ -76,11 +102,15 @@ _COMPANIONS: dict[tuple[str, str, str], dict[str, int]] = {
 }
 
 
-def attention_spills(arch: str, dtype: torch.dtype, kernel: str, width: int) -> int:
+def attention_spills(arch: str, dtype: torch.dtype, kernel: str, width: int, with_features: bool = False) -> int:
     """Bytes that a kernel of attention may spill. `width`: columns of its tiles."""
     precision = "float32" if dtype is torch.float32 else "16-bit"
-    of_family = _ATTENTION.get(f"{_family(arch)} {precision}", {})
-    return _ATTENTION.get(f"{arch} {precision}", of_family).get((kernel, width), 0)
+
+    def stated(table: dict[str, dict[tuple[str, int], int]]) -> int:
+        of_family = table.get(f"{_family(arch)} {precision}", {})
+        return table.get(f"{arch} {precision}", of_family).get((kernel, width), 0)
+
+    return max(stated(_ATTENTION), stated(_WITH_FEATURES) if with_features else 0)
 
 
 def companion_spills(arch: str, operation: str, kernel: str, call: str) -> int:
