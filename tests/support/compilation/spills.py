@@ -16,7 +16,7 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
     "cuda 16-bit": {
         ("dbias", 64): 64, ("dbias", 128): 64, ("dbias", 256): 64,
         ("dq", 512): 64, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
-        ("column_sums", 256): 64, ("dq", 128): 64, ("short_backward", 32): 64, ("short_backward", 64): 384,
+        ("column_sums", 256): 64, ("short_backward", 32): 64, ("short_backward", 64): 384,
     },
     "cuda float32": {("dq", 512): 64},
     # No tensor-core products (see `choose_tiles`), and 64 KiB of on-chip memory: no tiles in flight either.
@@ -48,6 +48,7 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
     },
     "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
 }  # fmt: skip
+_ATTENTION["sm_120 16-bit"] = _ATTENTION["cuda 16-bit"] | {("dq", 128): 8}
 
 
 #: The same of a call with packed sequences, a mask, a bias, dropout, a score function, or several of these, where it is
