@@ -25,10 +25,10 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
     },
     # Operands are split in registers.
     "sm_80 float32": {
-        ("forward", 64): 64, ("forward", 128): 384, ("forward", 256): 576, ("forward", 512): 512,
-        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 128, ("dq", 512): 128,
-        ("dkdv", 64): 64, ("dkdv", 128): 576, ("dkdv", 256): 448, ("dkdv", 512): 320,
-        ("column_sums", 128): 128, ("column_sums", 256): 64, ("dbias", 64): 64, ("dbias", 256): 64, ("dbias", 512): 64,
+        ("forward", 128): 128, ("forward", 256): 128, ("forward", 512): 128,
+        ("dq", 128): 128, ("dq", 256): 64, ("dq", 512): 64,
+        ("dkdv", 64): 64, ("dkdv", 128): 448, ("dkdv", 256): 320, ("dkdv", 512): 192,
+        ("column_sums", 128): 64, ("column_sums", 256): 64,
     },
     "sm_90 float32": {
         ("forward", 128): 384, ("forward", 256): 256,
@@ -48,7 +48,8 @@ _ATTENTION: dict[str, dict[tuple[str, int], int]] = {
     },
     "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
 }  # fmt: skip
-_ATTENTION["sm_120 16-bit"] = _ATTENTION["cuda 16-bit"] | {("dq", 128): 8}
+# Forward: of 8-bit inputs, whose values are widened early in heads of 64 (`swizzles_differ`).
+_ATTENTION["sm_120 16-bit"] = _ATTENTION["cuda 16-bit"] | {("dq", 128): 8, ("forward", 64): 8}
 
 
 #: The same of a call with packed sequences, a mask, a bias, dropout, a score function, or several of these, where it is
@@ -63,6 +64,12 @@ _WITH_FEATURES: dict[str, dict[tuple[str, int], int]] = {
         ("column_sums", 256): 64, ("column_sums", 512): 64, ("dbias", 128): 384, ("dbias", 256): 64,
         ("dbias", 512): 64, ("dkdv", 64): 704, ("dkdv", 128): 896, ("dkdv", 512): 512, ("dq", 64): 576,
         ("dq", 128): 448, ("forward", 128): 384, ("forward", 256): 64,
+    },
+    "sm_80 float32": {
+        ("forward", 64): 64, ("forward", 128): 384, ("forward", 256): 576, ("forward", 512): 512,
+        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 128, ("dq", 512): 128,
+        ("dkdv", 128): 576, ("dkdv", 256): 448, ("dkdv", 512): 320,
+        ("column_sums", 128): 128, ("dbias", 64): 64, ("dbias", 256): 64, ("dbias", 512): 64,
     },
     "sm_75 float32": {
         ("dkdv", 128): 320, ("dkdv", 512): 384, ("dq", 128): 256, ("dq", 256): 64, ("dq", 512): 64,
