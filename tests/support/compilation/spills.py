@@ -62,8 +62,8 @@ _WITH_FEATURES: dict[str, dict[tuple[str, int], int]] = {
     },
     "cuda float32": {
         ("column_sums", 256): 64, ("column_sums", 512): 64, ("dbias", 128): 384, ("dbias", 256): 64,
-        ("dbias", 512): 64, ("dkdv", 64): 704, ("dkdv", 128): 896, ("dkdv", 512): 512, ("dq", 64): 576,
-        ("dq", 128): 448, ("forward", 128): 384, ("forward", 256): 64,
+        ("dbias", 512): 64, ("dkdv", 64): 704, ("dkdv", 128): 896, ("dkdv", 256): 384, ("dkdv", 512): 512,
+        ("dq", 64): 576, ("dq", 128): 448, ("dq", 256): 64, ("forward", 128): 384, ("forward", 256): 64,
     },
     "sm_80 float32": {
         ("forward", 64): 64, ("forward", 128): 384, ("forward", 256): 576, ("forward", 512): 512,
