@@ -94,7 +94,7 @@ def test_an_index_shows_a_readme_without_dead_links(builds):
     assert local.search(readme), "the test is void"
     text = hook.readme_for_index(readme, place)
     assert not local.search(text) and f"]({place}/raw/HEAD/docs/images/attention_speed.svg)" in text
-    assert f"]({place}/blob/HEAD/docs/which_one.md#not-yet)" in text
+    assert f"]({place}/blob/HEAD/docs/which_one.md#by-features)" in text
     assert all(address.startswith(place) for address in hook.addresses(place).values())
 
 

@@ -83,7 +83,9 @@ def launched(monkeypatch):
         return launch
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
-    hopper_gpu = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 * 1024, multi_processor_count=132)
+    hopper_gpu = SimpleNamespace(
+        name="stand-in", major=9, minor=0, shared_memory_per_block_optin=227 * 1024, multi_processor_count=132
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper_gpu)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(hopper, "tile_counter", lambda device: _meta(2, dtype=torch.int32))
