@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -199,6 +201,13 @@ def test_command_without_a_gpu():
     for options in ([], ["--show"]):
         result = CliRunner().invoke(app, ["tune", *options])
         assert result.exit_code == 2 and "there is no GPU here" in result.output
+
+
+def test_records_of_cards_need_no_triton():
+    program = "import sys; sys.modules['triton'] = None; import flashtile.cli.card as card, torch; "
+    program += "print(len(card.rows_in_use(torch.device('cpu'))))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 def test_command_without_triton(monkeypatch):

@@ -15,7 +15,7 @@ from flashtile.bench.report import reasons, verdict, verdict_table
 from flashtile.cli import doctor
 from flashtile.cli.bench import progress
 from flashtile.cli.console import make_console, print_table, print_text
-from flashtile.tuning.command import rows_in_use
+from flashtile.tuning import rows_in_use
 
 #: Processes that compile at once: each has a context of its own in the GPU's memory.
 _COMPILERS = 4
@@ -49,13 +49,13 @@ def make_card(console: Console, output: Path | None, jobs: int | None) -> bool:
     with progress(make_console(stderr=True)) as (on_case, announce):
         for command, cases in parts.items():
 
-            def on_case_of_all(index: int, _: int, case: AnyCase, rows: list[Row] | None, before: int = done) -> None:
+            def on_overall_case(index: int, _: int, case: AnyCase, rows: list[Row] | None, before: int = done) -> None:
                 write_record(card.public(recorder.record, checks, tuned), output)
                 on_case(before + index, total, case, rows)
 
             chosen = commands.choose_implementations(command, [], device)
             commands.measure_cases(
-                command, cases, chosen, recorder, jobs=jobs, on_case=on_case_of_all, announce=announce
+                command, cases, chosen, recorder, jobs=jobs, on_case=on_overall_case, announce=announce
             )
             done += len(cases)
 

@@ -78,12 +78,6 @@ def ask_loss(vocabulary: int, device: torch.device) -> None:
         cross_entropy.tile_config(key, device_facts(device))
 
 
-def rows_in_use(device: torch.device) -> Sequence[TunedRow]:
-    """The rows of the table that calls on a device read."""
-    table = tuned.table_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return table.rows if table else ()
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of a key. `row`: None where there is none; `why` says why. `unfinished`: as the time was over."""
