@@ -21,8 +21,6 @@ import torch
 from flashtile._backends import clear_plans
 
 _Cut = TypeVar("_Cut", bound=tuple)
-#: What a table is for beside the GPU: other versions compile other kernels.
-Versions = dict[str, str]
 
 #: A file to read instead of the user's, or 0 to read none.
 VARIABLE = "FLASHTILE_TUNED"
@@ -85,9 +83,11 @@ def choose(choice: str, device: Any, key: tuple, shipped: _Cut) -> _Cut:
     return shipped._replace(**found) if found else shipped  # type: ignore[attr-defined]
 
 
-def is_tuned(choice: str, device: Any, key: tuple) -> bool:
-    """Whether the cut comes from a user's table."""
-    return device.tuned is not None and device.tuned.find(choice, key) is not None
+def cut_from(choice: str, device: Any, key: tuple | None) -> str:
+    """Where a cut comes from, as `KernelChoice.tiles_from` has it. `key`: None where no table is asked."""
+    if key is not None and device.tuned and device.tuned.find(choice, key):
+        return "tuned"
+    return "measured" if device.arch == "sm_90" else "predicted"
 
 
 @contextmanager
@@ -140,8 +140,8 @@ def path_for(gpu: str) -> Path:
     return folder() / f"tuned-{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
-def versions() -> Versions:
-    """Those that a table must be of."""
+def versions() -> dict[str, str]:
+    """The versions that a table is for: others compile other kernels."""
     import triton
 
     own_package = sys.modules[__name__.partition(".")[0]]

@@ -29,14 +29,14 @@ HAND_IN = (
     "open an issue in flashtile's repository with the file, or a pull request that adds it to benchmarks/results "
     "(docs/hardware.md)."
 )
-#: What the record tells of the machine and of the versions.
+#: Facts of the machine, and versions, that the record has.
 MACHINE = ("device", *FACTS)
 VERSIONS = (
     "python", "flashtile", "torch", "cuda", "rocm", "cudnn", "triton", "flash-attn-4", "liger-kernel", "quack-kernels",
 )  # fmt: skip
-#: What it tells of each row of a tuned table.
+#: Fields of each row of a tuned table.
 TUNED = ("choice", "key", "cut", "ms", "shipped_ms")
-#: What it tells of each measurement, beside its case.
+#: Keys of each measurement.
 _ROW = ("op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "timer", "peak_mib", "why")
 _COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
 #: What has two separators of folders, as paths have, or is an address of a network.
@@ -113,7 +113,7 @@ def _names() -> set[str]:
 
 
 def file_name(record: Record) -> str:
-    """Where a record is put if nobody says: "card-rtx-4090.json"."""
+    """The default name of a record's file: "card-rtx-4090.json"."""
     machine = record["machine"]
     words = re.findall(r"[a-z0-9]+", str(machine.get("gpu", "cpu")).lower())
     return "-".join(["card", *(word for word in words if word not in _MAKERS)]) + ".json"

@@ -81,7 +81,7 @@ def run(calls: Calls, table: TunedTable, seconds: float, jobs: int | None, again
 
 
 def _lookups(calls: Calls, device: torch.device) -> list[Lookup]:
-    """What the kernels of the calls ask, each question once."""
+    """The questions that kernels of the calls ask, each once."""
     from flashtile.tuning import command
 
     operations = calls.operations or OPERATIONS

@@ -70,7 +70,7 @@ def _portable(kernel: KernelName) -> Choice:
     def predict(key: TileKey, tiles: TileConfig, compiled: Compiled, sheet: Device) -> float:
         return relative_time(kernel, tiles, key, compiled, sheet)
 
-    return Choice("attention", TileKey, candidates, problem, predict)
+    return Choice(candidates, problem, predict)
 
 
 def _tables(key: TileKey, sizes: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -104,7 +104,7 @@ def _hopper(backward: bool) -> Choice:
         }
         return _attend(leaves, options, backward, tf32=False)
 
-    return Choice("attention", HopperKey, candidates, problem)
+    return Choice(candidates, problem)
 
 
 def _attend(leaves: list[Tensor], options: dict[str, Any], backward: bool, tf32: bool) -> Problem:
@@ -116,10 +116,12 @@ def _attend(leaves: list[Tensor], options: dict[str, Any], backward: bool, tf32:
 
     if not backward:
         return lambda: [forward()]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    bias, out = options.get("bias"), forward()
-    wanted, dout = [*leaves, *([] if bias is None or not bias.requires_grad else [bias])], torch.randn_like(out)
+    wanted = [leaf.requires_grad_() for leaf in leaves]
+    bias = options.get("bias")
+    if bias is not None and bias.requires_grad:
+        wanted.append(bias)
+    out = forward()
+    dout = torch.randn_like(out)
 
     def gradients() -> Sequence[Tensor]:
         with _products(tf32):

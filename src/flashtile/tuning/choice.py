@@ -24,8 +24,6 @@ class Choice(NamedTuple):
     """A choice, as `_backends/tuned.py` has it.
 
     Attributes:
-        operation: what `flashtile tune` calls the calls that it is for.
-        key: the class of its keys.
         candidates: from a device, a key and the shipped cut, cuts that fit the device.
         problem: from a key, a device and a number of tokens, a call whose kernel is cut so. The size is a common one,
             of about so many tokens, where the key does not say it. Raises `UntunableError`.
@@ -33,8 +31,6 @@ class Choice(NamedTuple):
             there is no model.
     """
 
-    operation: str
-    key: type
     candidates: Callable[[DeviceFacts, Any, Any], Iterable[Any]]
     problem: Callable[[Any, torch.device, int], Problem]
     predict: Callable[[Any, Any, Compiled, Device], float] | None = None

@@ -108,7 +108,7 @@ def _loss_problem(key: TileKey, device: torch.device, tokens: int) -> Problem:
 
 
 CHOICES = {
-    "norm.forward": Choice("norms", ForwardKey, _forward_candidates, _forward_problem),
-    "norm.backward": Choice("norms", BackwardKey, _backward_candidates, _backward_problem),
-    "cross_entropy": Choice("losses", TileKey, _loss_candidates, _loss_problem),
+    "norm.forward": Choice(_forward_candidates, _forward_problem),
+    "norm.backward": Choice(_backward_candidates, _backward_problem),
+    "cross_entropy": Choice(_loss_candidates, _loss_problem),
 }

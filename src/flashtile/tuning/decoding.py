@@ -46,4 +46,4 @@ def _problem(key: TileKey, device: torch.device, tokens: int) -> Problem:
     return attend
 
 
-CHOICES = {"decoding": Choice("decoding", TileKey, _candidates, _problem)}
+CHOICES = {"decoding": Choice(_candidates, _problem)}

@@ -214,7 +214,7 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
             elif place == _CU_SEQLENS_K and result is given[_CU_SEQLENS_Q] and result is not None:
                 found.append(0)
             elif result is not None:
-                part = _part_of_function(result, captured, start)
+                part = _captured_resolution(result, captured, start)
                 if part is None:
                     return None
                 found.append(part)
@@ -227,14 +227,14 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
         else:
             found.append(lambda aux, q, place=present, shape=result.shape: aux[place].expand(shape))
     for tensor in side.captured:
-        part = _part_of_function(tensor, captured, start)
+        part = _captured_resolution(tensor, captured, start)
         if part is None:
             return None
         found.append(part)
     return tuple(found)
 
 
-def _part_of_function(result: Tensor, captured: Given, start: int) -> Resolution | None:
+def _captured_resolution(result: Tensor, captured: Given, start: int) -> Resolution | None:
     """How a tensor follows from those of a score function, of which the first is at `start` of those that there are: it
     is one of them, or another view of its memory. Without such tensors it is the same for all calls: slopes, which are
     kept, unless they are computed when a CUDA graph runs."""

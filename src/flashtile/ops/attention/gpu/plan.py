@@ -188,7 +188,7 @@ def plan_kernel(function: Any, kernel: KernelName, tiles: TileConfig, call: Call
     return PortableKernel(kernel, described, outputs, following if programs else {}, waves)
 
 
-def multiplies_fp8(call: Call) -> bool:
+def uses_fp8_products(call: Call) -> bool:
     """Whether `q kᵀ` is a product of 8-bit numbers. Instructions for these take 32 columns at a time."""
     return call.dtype is FP8 and call.machine.facts.has_fp8_products and tile_width(call.head_dims[0]) >= 32
 
@@ -209,7 +209,7 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
     call, kernel = planned.call, planned.kernel
     dtype, pointers = call.dtype, power_of_two_factor(call.misalignment)
     tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
-    scored = pointer_to(dtype, pointers) if multiplies_fp8(call) else tensor
+    scored = pointer_to(dtype, pointers) if uses_fp8_products(call) else tensor
     out = pointer_to(stored(out_dtype(dtype)), pointers)
     dlse = pointer_to(torch.float32 if call.has_dlse else None)
     # The kernel stores statistics only for the gradient of a logit without a key, and the gradient of a wanted bias.

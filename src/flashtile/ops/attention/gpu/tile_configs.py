@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile._backends.tuned import choose, is_tuned
+from flashtile._backends.tuned import choose, cut_from
 from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu import tile_tables
 from flashtile.ops.attention.gpu.score_source import tile_values
@@ -129,7 +129,7 @@ def _shipped_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> Til
             (True, False): tile_tables.HOPPER_BANDED_SHORT,
             (True, True): tile_tables.HOPPER_BANDED,
         }[key.banded, key.length == "long"]
-    elif device.is_cuda and not _multiplies_by_warps(device):
+    elif device.is_cuda and not _has_warp_mma(device):
         table = tile_tables.SM_100
     elif device.is_cuda:
         table = tile_tables.SM_86 if device.shared_memory < 128 * 1024 else tile_tables.SM_80
@@ -155,7 +155,7 @@ def kernel_tiles(kernel: KernelName, call: Call) -> tuple[KernelName, TileConfig
     key, device = tile_key_for(call), call.cut_by.machine.facts
     tiles = choose_tiles(kernel, device, key)
     # On sm_80 a thread spills 600 to 2,144 bytes of 128 columns, and ptxas 12.8 reads back wrong halves of some.
-    widest = 64 if _multiplies_by_warps(device) else 128
+    widest = 64 if _has_warp_mma(device) else 128
     one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(key) <= widest
     short = kernel == "dq" and key.length == "short" and not call.packed
     has_work = call.lines and call.rows_q and call.rows_k
@@ -184,8 +184,7 @@ def describe_kernel(name: KernelName, tiles: TileConfig, call: Call) -> KernelCh
     key, device = tile_key_for(call), call.cut_by.machine.facts
     memory = shared_memory(name, tiles, key, device)
     choice = "attention.dq" if name == "short_backward" else f"attention.{name}"
-    tuned = is_tuned(choice, device, _tuned_key(key))
-    tiles_from = "tuned" if tuned else "measured" if device.arch == "sm_90" else "predicted"
+    tiles_from = cut_from(choice, device, _tuned_key(key))
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
     summary = summarise(block, warps, tiles.num_stages, memory, more=chunk)
@@ -237,7 +236,7 @@ def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey, device: D
     # A tile is split when its turn comes, and those that move take turns in one place. Ahead of that they are whole.
     split = key.precision == "bf16x6"
     itemsize = key.dtype.itemsize
-    by_warps, by_programs = _multiplies_by_warps(device) and not split, device.capability // 10 == 10
+    by_warps, by_programs = _has_warp_mma(device) and not split, device.capability // 10 == 10
     ahead = max(tiles.num_stages - 1 - by_warps, 0)
     operand_bytes, multiplied = (_SPLIT_BYTES, max(width, width_v)) if split else (itemsize, width + width_v)
     if tiles.chunk:
@@ -270,7 +269,7 @@ def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey, device: D
     return tile_bytes + max(exchange, transposed) + (tiles.num_stages - 1) * tables
 
 
-def _multiplies_by_warps(device: DeviceFacts) -> bool:
+def _has_warp_mma(device: DeviceFacts) -> bool:
     """Whether each warp multiplies out of its registers, where it has a tile when the next one is asked for: a second
     stage then takes no memory. wgmma (sm_90) and tcgen05 (sm_100) read tiles in shared memory while others arrive."""
     return device.capability // 10 in (8, 12)
@@ -281,7 +280,7 @@ def _fit(kernel: KernelName, tiles: TileConfig, key: TileKey, device: DeviceFact
     while shared_memory(kernel, tiles, key, device) > device.shared_memory and not tiles.chunk:
         moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
         stages, chunk = tiles.num_stages, 0
-        if stages > 2 or (stages > 1 and moving <= 32 and not _multiplies_by_warps(device)):
+        if stages > 2 or (stages > 1 and moving <= 32 and not _has_warp_mma(device)):
             stages -= 1
         elif moving > 16:
             moving //= 2

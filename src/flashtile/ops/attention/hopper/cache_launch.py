@@ -94,7 +94,7 @@ def plan_chunks(
         tokens = None if starts is None else Tokens(starts, call.shape[0], by_sequence)
         call = _heads_as_rows(call)
         described = describe_over_cache(call, outer, device)
-        config = _alone_with_stages(config, *described.head_dims)
+        config = _single_consumer_with_stages(config, *described.head_dims)
     tiles = described.tiles(described.rows_q, config.block_m)
     lines = value_parts(described.head_dims[1]) * described.lines
     if tokens is not None and by_sequence:
@@ -103,7 +103,7 @@ def plan_chunks(
     if config.resident > 1 and tiles * lines <= described.multiprocessors:
         # Each has a multiprocessor for itself. Time for 4 × 64 queries over 16,384 rows, an H100: pages of 16 210 to
         # 171 µs, of 64 193 to 170.
-        config = _alone_with_stages(config, *described.head_dims)
+        config = _single_consumer_with_stages(config, *described.head_dims)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
     rows = CachedRows.from_call(call, config.block_n, most_left, flags, tokens, some)
     dynamic = tiles * lines > programs
@@ -150,7 +150,7 @@ def plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments
     config = forward_config(many)
     # Keys are long, and come from far. Time for 256 rows of 8 heads of 128, 32,768 keys in pages of 16, an H200: three
     # stages of keys instead of two 56.1 to 50.2 µs.
-    config = (_alone_with_stages if rows <= CONSUMER_ROWS else _with_all_stages)(config, head_dim, head_dim_v)
+    config = (_single_consumer_with_stages if rows <= CONSUMER_ROWS else _with_all_stages)(config, head_dim, head_dim_v)
     key_tiles = -(-call.capacity // config.block_n)
     lines = value_parts(head_dim_v) * heads
     slots = config.resident * many.multiprocessors
@@ -284,7 +284,7 @@ def plan_steps(call: SplitCall, outer: int, device: torch.device) -> StepsPlan:
     return StepsPlan(pipeline, plan_chunks(call, outer, 0, device, flags=outputs["flags"].shape[1]))
 
 
-def _alone_with_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
+def _single_consumer_with_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
     """One consumer, and as many stages as fit: for few rows and many 16-bit keys. The bits of a row stay."""
     alone = config._replace(consumers=1, in_turn=False, registers=240, max_registers=168, resident=1)
     return _with_all_stages(alone, head_dim, head_dim_v)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.devices import triton_version
-from flashtile._backends.tuned import choose, is_tuned
+from flashtile._backends.tuned import choose, cut_from
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper.backward_configs import (
@@ -93,8 +93,7 @@ def backward_config(call: Call) -> BackwardConfig:
 def row_from(call: Call) -> str:
     """Where the row of a call comes from: "tuned" or "measured"."""
     call = call.cut_by
-    key, choice = hopper_key(call), f"attention.hopper.{call.phase}"
-    return "tuned" if key is not None and is_tuned(choice, call.machine.facts, key) else "measured"
+    return cut_from(f"attention.hopper.{call.phase}", call.machine.facts, hopper_key(call))
 
 
 def forward_candidates(key: HopperKey, shipped: HopperConfig) -> list[HopperConfig]:

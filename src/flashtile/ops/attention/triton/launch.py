@@ -20,7 +20,7 @@ from flashtile.ops.attention.gpu.parameters import (
     contiguous_on_16_bytes,
     positive_scale,
 )
-from flashtile.ops.attention.gpu.plan import PortableKernel, multiplies_fp8, plan_kernel
+from flashtile.ops.attention.gpu.plan import PortableKernel, plan_kernel, uses_fp8_products
 from flashtile.ops.attention.gpu.reductions import BackwardPlan, sum_layouts
 from flashtile.ops.attention.gpu.tile_configs import KernelName, phase_kernels
 from flashtile.ops.attention.spec import (
@@ -60,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     pipeline = _plan_forward(call)
     if q.dtype is FP8:
         v = v.view(torch.uint8)
-        if not multiplies_fp8(call):
+        if not uses_fp8_products(call):
             q, k = q.view(torch.uint8), k.view(torch.uint8)
     return _forward_runner(pipeline)(q, k, v, aux_tensors(side))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile._backends.tuned import choose, is_tuned
+from flashtile._backends.tuned import choose, cut_from
 from flashtile.ops.common.tiles import power_of_two, tile_width
 
 #: The most parts into which the keys of a sequence are split.
@@ -166,8 +166,7 @@ def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
 
 def tiles_from(device: DeviceFacts, tile_key: TileKey) -> str:
     """`KernelChoice.tiles_from`."""
-    tuned = is_tuned("decoding", device, _tuned_key(tile_key))
-    return "tuned" if tuned else "measured" if device.arch == "sm_90" else "predicted"
+    return cut_from("decoding", device, _tuned_key(tile_key))
 
 
 def _tuned_key(tile_key: TileKey) -> TileKey:
