@@ -18,7 +18,7 @@ from flashtile.bench.implementations import build_flashtile
 from flashtile.bench.record import read_record
 from flashtile.cli import doctor
 from flashtile.testing.kernel_checks import KernelCheck
-from flashtile.tuning.command import TunedRow, rows_in_use
+from flashtile.tuning import rows_in_use
 from support.running.command_line import invoke
 
 pytestmark = [
@@ -53,7 +53,7 @@ def small(monkeypatch):
 def test_a_card_is_checked_and_measured_and_the_record_names_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/homes/ada")
     monkeypatch.chdir(tmp_path)
-    row = TunedRow("a", {"D": 64}, {"tile": 32}, 1.0, 2.0)
+    row = tuned.TunedRow("a", {"D": 64}, {"tile": 32}, 1.0, 2.0)
     monkeypatch.setattr("flashtile.cli.card.rows_in_use", lambda device: [row])
     result = invoke("bench", "card")
     assert result.exit_code == 0, result.output
@@ -95,7 +95,7 @@ def test_a_place_that_takes_no_record_is_told_before_anything_runs(tmp_path, mon
 
 def test_the_rows_in_use_are_those_of_the_table_that_calls_read(tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    row = TunedRow("a", {"D": 64}, {"tile": 32}, 1.0, 2.0)
+    row = tuned.TunedRow("a", {"D": 64}, {"tile": 32}, 1.0, 2.0)
     tuned.write(tmp_path / "table.json", "a card", [row])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     for named, expected in ((tmp_path / "table.json", [row]), ("0", [])):
