@@ -5,8 +5,11 @@ import datetime
 import pytest
 import torch
 
+import flashtile
+import flashtile.modules
 from flashtile.compat.adapter import Names, adapted, tables
 from flashtile.compat.signatures import SERVED
+from flashtile.testing import assert_same
 from support.attention.compat_cases import arguments_of
 from support.running.each_case import each_case
 
@@ -40,14 +43,14 @@ def test_a_table_is_read():
 a.b = home, second
     first(x, y=1,
         z=(2, 3)); Second.forward(self, x)
-    first(x, z=(2, 3))
+    first(x->y, z=(2, 3))
 
 . = other: prefix_
     none()
 """
     expected = {"first": "x, z=(2, 3)", "Second.forward": "self, x"}
     assert tables(text) == {
-        "a.b": Names(("home", "second"), "", expected),
+        "a.b": Names(("home", "second"), "", expected, {}, {"first": {"x": "y"}}),
         ".": Names(("other",), "prefix_", {"none": ""}),
     }
     assert tables(text)["a.b"].public == ["first", "Second"]
@@ -62,3 +65,20 @@ def test_a_body_takes_what_it_uses_by_name():
     assert made.__qualname__ == made.__name__ == "name"
     with pytest.raises(TypeError, match=r"name\(\) missing 1 required positional argument: 'first'"):
         made()
+
+
+def test_names_that_differ_in_arguments_alone_are_made_of_the_table():
+    text = """
+. = own, flashtile, flashtile.modules
+    scaled_masked_softmax(inputs->x, mask, factor->scale=2.0); GatedMlp(in_features, multiple_of=256)
+    Mlp.forward(self, x)
+"""
+    home = {"__name__": "own"}
+    tables(text)["."].serve(home)
+    assert home.keys() == {"__name__", "scaled_masked_softmax", "GatedMlp"}, "the others are flashtile's as they are"
+    x = torch.randn(1, 1, 2, 3)
+    given = {"inputs": x, "mask": torch.zeros(1, 1, 2, 3, dtype=torch.bool)}
+    assert_same(home["scaled_masked_softmax"](**given), (2 * x).softmax(-1))
+    layer = home["GatedMlp"](6)
+    assert isinstance(layer, flashtile.modules.GatedMlp) and layer.fc2.in_features == 256
+    assert flashtile.modules.GatedMlp(6).fc2.in_features == 128

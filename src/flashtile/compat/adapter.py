@@ -1,6 +1,7 @@
 """Modules of other libraries as tables of names and arguments, and functions that have the arguments of their table.
 
-A body picks by name the arguments that it uses, and hands on the rest; it may serve several names::
+A name whose arguments differ from flashtile's in names and defaults alone needs no code: its table says both. Any other
+has a body, which picks by name the arguments that it uses, and hands on the rest; it may serve several names::
 
     def flash_attn_func(return_attn_probs, **given): ...
     flash_attn_kvpacked_func = flash_attn_func
@@ -25,8 +26,8 @@ from torch.nn import functional as F
 _WORDS = {"torch": torch, "LayerNorm": nn.LayerNorm, "Dropout": nn.Dropout, "gelu": F.gelu, "sigmoid": F.sigmoid}
 #: `name(arguments)`, where arguments may have one pair of parentheses in another.
 _ENTRY = re.compile(r"([\w.]+)\(((?:[^()]|\([^()]*\))*)\)")
-#: An argument that is not served, or has no effect.
-_MARK = re.compile(r"(\w+)(?:=\w+)?([!~])")
+#: An argument that is not served, or has no effect; and one that has another name here.
+_MARK, _RENAMED = re.compile(r"(\w+)(?:=\w+)?([!~])"), re.compile(r"(\w+)->(\w+)")
 
 #: The condition that an argument is not its default, None, True or False.
 _IS_ANOTHER = {"None": "{} is not None", "True": "not {}"}
@@ -41,12 +42,14 @@ class Names(NamedTuple):
         arguments: name -> arguments, as one writes them; of a class those of its constructor, and "Class.method".
         unused: name -> arguments that its body does not get: of one with a remedy only the default is served, the
             others have no effect.
+        renamed: name -> arguments that its body gets by another name, with that name.
     """
 
     homes: tuple[str, ...]
     prefix: str
     arguments: dict[str, str]
     unused: Mapping[str, Mapping[str, str]] = {}
+    renamed: Mapping[str, Mapping[str, str]] = {}
 
     @property
     def public(self) -> list[str]:
@@ -57,30 +60,35 @@ class Names(NamedTuple):
         """The object behind each name."""
         found: dict[str, Any] = {}
         for home in reversed(self.homes):
-            found |= vars(importlib.import_module(home if "." in home else f"flashtile.compat.{home}"))
+            found |= vars(importlib.import_module(home if home.startswith("flashtile") else f"flashtile.compat.{home}"))
         own = {name.removeprefix(self.prefix): value for name, value in found.items() if name.startswith(self.prefix)}
         return {name: (own if name in own else found)[name] for name in self.public}
 
     def serve(self, home: dict[str, Any]) -> None:
-        """Gives the functions and methods of a module, by its globals, the arguments of their names in the table."""
+        """Gives the functions and methods of a module, by its globals, the arguments of their names in the table. Names
+        that it lacks are made of those of the other homes, where these have other arguments."""
+        others: dict[str, Any] = {}
+        for other in reversed([each for each in self.homes if each.startswith("flashtile")]):
+            others |= vars(importlib.import_module(other))
         for name, arguments in self.arguments.items():
             own, _, method = name.partition(".")
             own = self.prefix + own if self.prefix + own in home else own
-            if own not in home or "*args" in arguments:
+            value = home.get(own, others.get(own))
+            if value is None or "*args" in arguments:
                 continue
-            value, unused = home[own], self.unused.get(name, {})
+            changes = self.unused.get(name, {}), self.renamed.get(name, {})
             body = getattr(value, method) if method else value
-            if not unused and _has(body, arguments):
+            function = body.__init__ if isinstance(body, type) else body  # type: ignore[misc]
+            if _has(body, arguments) and (not any(changes) or hasattr(function, "is_adapted")):
                 continue
             if not isinstance(value, type):
-                made = home[own] = adapted(own, arguments, body, unused)
-                made.__doc__ = body.__doc__
-            elif method:
-                made = adapted(f"{own}.{method}", arguments, body, unused)
-                made.__doc__ = body.__doc__
-                setattr(value, method, staticmethod(made) if arguments.startswith("ctx") else made)
+                made = home[own] = adapted(own, arguments, body, *changes)
             else:
-                made = value.__init__ = adapted(f"{own}.__init__", arguments, value.__init__, unused)  # type: ignore[misc]
+                method = method or "__init__"
+                made = adapted(f"{own}.{method}", arguments, function, *changes)
+                if own not in home:
+                    value = home[own] = type(own, (value,), {"__doc__": value.__doc__, "__module__": home["__name__"]})
+                setattr(value, method, staticmethod(made) if arguments.startswith("ctx") else made)
             made.__module__ = home["__name__"]
 
 
@@ -90,23 +98,28 @@ def tables(text: str, remedies: Mapping[str, str] = {}) -> dict[str, Names]:
     A line without indentation is `module = home`, or `module = home, second home`, or `module = home: prefix`; "." is
     the module that the others are in. `name(arguments)` of the module follow, indented; of two alike the last counts.
     Of an argument that is marked by "!" only the default is served (False where there is none), and `remedies` says by
-    its name what to do instead; one that is marked by "~" has no effect.
+    its name what to do instead; one that is marked by "~" has no effect; `theirs->ours` has another name here.
     """
     modules = {}
     for part in re.split(r"^(?=\S)", text.strip(), flags=re.MULTILINE)[1:]:
         header, _, entries = part.partition("\n")
         module, homes, prefix = (re.split(" = |: ", header) + [""])[:3]
-        arguments, unused = {}, {}
+        arguments, unused, renamed = {}, {}, {}
         for name, given in _ENTRY.findall(entries):
-            arguments[name] = re.sub("[!~]", "", " ".join(given.split()))
+            arguments[name] = re.sub(r"[!~]|->\w+", "", " ".join(given.split()))
             if marks := _MARK.findall(given):
                 unused[name] = {argument: remedies[argument] if mark == "!" else "" for argument, mark in marks}
-        modules[module] = Names(tuple(homes.split(", ")), prefix, arguments, unused)
+            if others := _RENAMED.findall(given):
+                renamed[name] = dict(others)
+        modules[module] = Names(tuple(homes.split(", ")), prefix, arguments, unused, renamed)
     return modules
 
 
-def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping[str, str] = {}) -> Callable[..., Any]:
-    """A function or method with these arguments that calls body with them by name; `unused` as in `Names`."""
+def adapted(
+    name: str, arguments: str, body: Callable[..., Any], unused: Mapping[str, str] = {},
+    renamed: Mapping[str, str] = {},
+) -> Callable[..., Any]:  # fmt: skip
+    """A function or method with these arguments that calls body with them by name; the others as in `Names`."""
     own = name.rpartition(".")[2]
     if own == "__init__":
         arguments = f"self, {arguments}"
@@ -118,7 +131,9 @@ def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping
         f"_refuse({one!r}, {served[one]!r}, {one}, {remedy!r})"
         for one, remedy in unused.items() if remedy
     ]  # fmt: skip
-    handed = [each if each in ("self", "ctx") else f"{each}={each}" for each in names if each not in unused]
+    handed = [
+        each if each in ("self", "ctx") else f"{renamed.get(each, each)}={each}" for each in names if each not in unused
+    ]
     handed += [] if parsed.kwarg is None else [f"**{parsed.kwarg.arg}"]
     lines.append(f"return _body({', '.join(handed)})")
     # The body is a closure, because torch.compile looks for globals in a module.
@@ -126,21 +141,20 @@ def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping
     source = f"    def {own}({arguments}):\n        " + "\n        ".join(lines)
     exec(f"def around(_body, _refuse):\n{source}\n    return {own}", space)
     made = space["around"](body, refuse)
-    made.__qualname__ = name
+    made.__qualname__, made.__doc__, made.is_adapted = name, body.__doc__, True
     return made
 
 
 def _has(body: Any, arguments: str) -> bool:
-    """Whether a function, or a class's constructor, has these arguments as it is."""
-    function = body.__init__ if isinstance(body, type) else body  # type: ignore[misc]
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is not None and code.co_flags & inspect.CO_VARKEYWORDS and "**" not in arguments:
-        return False
+    """Whether a function, or a class's constructor, has these arguments as it is; modules of flashtile also collect
+    `other_names`, to refuse them."""
     space: dict[str, Any] = {**_WORDS}
     exec(f"def f({arguments}): ...", space)
-    both = (inspect.signature(each).parameters.values() for each in (body, space["f"]))
-    own, given = ([(each.name, each.kind, each.default) for each in parameters] for parameters in both)
-    return own == given
+    own, given = (
+        [(each.name, each.kind, each.default) for each in inspect.signature(one).parameters.values()]
+        for one in (body, space["f"])
+    )
+    return [each for each in own if each[0] != "other_names"] == given
 
 
 def refuse(name: str, expected: str, given: object, remedy: str) -> NoReturn:

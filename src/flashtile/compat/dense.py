@@ -33,21 +33,11 @@ def _chosen(activation: str, known: dict[str, Any]) -> Any:
     return known[activation]
 
 
-def fused_dense_func(x: Tensor, weight: Tensor, bias: Tensor | None, return_residual: bool) -> Any:
-    """A linear layer, `x weightᵀ + bias`; with return_residual also x. process_group must be None."""
-    return flashtile.fused_dense(x, weight, bias, return_residual=return_residual)
-
-
-class FusedDense(modules.FusedDense):
-    """`flashtile.modules.FusedDense`: a linear layer."""
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """`[..., in_features] -> [..., out_features]`; with return_residual also x. process_group must be None."""
-        return super().forward(x)
+fused_dense_func = flashtile.fused_dense
 
 
 def fused_mlp_func(
-    save_pre_act: bool, activation: str, checkpoint_lvl: int, return_residual: bool, **tensors: Any
+    save_pre_act: bool, activation: str, checkpoint_level: int, return_residual: bool, **tensors: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear layer, activation, linear layer.
 
@@ -62,20 +52,16 @@ def fused_mlp_func(
     if not save_pre_act and wanted:
         refuse("save_pre_act", "True where a gradient is wanted", False, "call it under torch.no_grad()")
     options: dict[str, Any] = {"activation": _chosen(activation, _ACTIVATIONS), "return_residual": return_residual}
-    return flashtile.fused_mlp(**tensors, **options, checkpoint_level=checkpoint_lvl)
+    return flashtile.fused_mlp(**tensors, **options, checkpoint_level=checkpoint_level)
 
 
 class FusedMLP(modules.FusedMlp):
     """`flashtile.modules.FusedMlp`: linear layer, activation, linear layer. `activation` and `heuristic` are those of
     `fused_mlp_func`, and `checkpoint_lvl` is `checkpoint_level` there."""
 
-    def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
-        super().__init__(activation=_chosen(activation, _ACTIVATIONS), checkpoint_level=checkpoint_lvl, **given)
+    def __init__(self, activation: str, heuristic: int | str, **given: Any) -> None:
+        super().__init__(activation=_chosen(activation, _ACTIVATIONS), **given)
         self.heuristic = heuristic
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., in_features] -> [..., out_features]`; with return_residual also x. process_group must be None."""
-        return super().forward(x)
 
 
 @torch.no_grad()
@@ -107,16 +93,16 @@ def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_i
     return gradient(grad_output @ weight, act_input)
 
 
-def fused_dense_sqrelu_dense_function(checkpoint_lvl: int, **tensors: Any) -> Any:
+def fused_dense_sqrelu_dense_function(**given: Any) -> Any:
     """`relu(x weight1ᵀ + bias1)² weight2ᵀ + bias2`; shapes and checkpoint_lvl as in `fused_mlp_func`."""
-    return flashtile.fused_mlp(**tensors, activation="squared_relu", checkpoint_level=checkpoint_lvl)
+    return flashtile.fused_mlp(**given, activation="squared_relu")
 
 
 class FusedDenseSqreluDense(modules.FusedMlp):
     """`flashtile.modules.FusedMlp` with the square of ReLU; `bias1` and `bias2` must be True."""
 
-    def __init__(self, checkpoint_lvl: int, **given: Any) -> None:
-        super().__init__(activation="squared_relu", checkpoint_level=checkpoint_lvl, **given)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(activation="squared_relu", **given)
 
 
 VERSION_2.serve(globals())

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,57 +38,45 @@ Gradients = tuple[Tensor | None, ...]
 # flash_attn_cuda
 
 
-def attention_fwd(p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> list[Tensor]:
+def attention_fwd(**given: Any) -> list[Tensor]:
     """Attention, written to `out`: lse, rng_state, and with return_softmax the weights."""
-    given |= {"dropout_p": p_dropout, "causal": is_causal, "generator": gen}
     return [part for part in flash_attn_1._flash_attn_forward(**given)[1:] if part is not None]
 
 
-def attention_bwd(p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> list[Tensor]:
+def attention_bwd(**given: Any) -> list[Tensor]:
     """The gradients, written to dq, dk and dv: these and `rowsum(dout · out)`."""
-    given |= {"dropout_p": p_dropout, "causal": is_causal, "generator": gen}
     return list(flash_attn_1._flash_attn_backward(**given))
 
 
-def attention_fwd_block(**given: Any) -> list[Tensor]:
+def attention_fwd_block(generator: torch.Generator | None, **given: Any) -> list[Tensor]:
     """Block-sparse attention: out `[total_q, heads, head_dim]` and lse. `blockmask`: what `convert_blockmask` makes of
     a layout `[ceil(max_seqlen_q / 16), ceil(max_seqlen_k / 256)]`, read on the host. `gen`: draws the dropout seed;
     None for torch's own generator. `return_softmax` must be False."""
     apart = calls.taken_apart(_with_blocks(**given), top_left=True)
-    out, lse, *_ = calls.forward(apart, False, given["gen"])
+    out, lse, *_ = calls.forward(apart, False, generator)
     return [out, flash_attn_1.padded_lse(lse, given["cu_seqlens_q"], given["max_seqlen_q"])]
 
 
-def attention_bwd_block(gen: torch.Generator | None, p_dropout: float, q: Tensor, **given: Any) -> list[Tensor]:
+def attention_bwd_block(generator: torch.Generator | None, **given: Any) -> list[Tensor]:
     """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`. With dropout, `gen` or
     torch's generator must be as it was before the forward."""
-    seed = calls.drawn_seed(q, p_dropout, gen)
-    blocks = _with_blocks(gen=None, p_dropout=p_dropout, q=q, **given)
-    return list(flash_attn_1.backward(rng_state=seed, generator=None, **blocks))
+    seed = calls.drawn_seed(given["q"], given["dropout_p"], generator)
+    return list(flash_attn_1.backward(rng_state=seed, generator=None, **_with_blocks(**given)))
 
 
-def _with_blocks(blockmask: Tensor, p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> dict[str, Any]:
-    """The same arguments by the names that they have elsewhere, with a block mask of flashtile."""
+def _with_blocks(blockmask: Tensor, **given: Any) -> dict[str, Any]:
+    """The same arguments with a block mask of flashtile."""
     sizes = given["max_seqlen_q"], given["max_seqlen_k"]
     tiles = [-(-size // of) for size, of in zip(sizes, _TILE)]
     layout = flash_attn_1.blockmask_layout(blockmask)[: tiles[0], : tiles[1]]
-    mask = flashtile.BlockMask.from_layout(layout, _TILE, *sizes)
-    return given | {"block_mask": mask, "dropout_p": p_dropout, "causal": is_causal}
+    return given | {"block_mask": flashtile.BlockMask.from_layout(layout, _TILE, *sizes)}
 
 
 # fused_dense_lib
 
 
-@torch.no_grad()
-def linear_bias_forward(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`input weightᵀ + bias`."""
-    return flashtile.fused_dense(input, weight, bias)
-
-
-@torch.no_grad()
-def linear_bias_wgrad(input: Tensor, d_output: Tensor, has_d_bias: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The gradients of weight and bias, the latter None without has_d_bias."""
-    return flashtile.linear_bias_wgrad(input, d_output, bias=has_d_bias)
+linear_bias_forward: Callable[..., Tensor] = torch.no_grad()(flashtile.fused_dense)
+linear_bias_wgrad: Callable[..., tuple[Tensor, Tensor | None]] = torch.no_grad()(flashtile.linear_bias_wgrad)
 
 
 @torch.no_grad()
@@ -294,16 +283,8 @@ def _check_classes(logits: Tensor, total_classes: int) -> None:
         refuse("total_classes", expected, total_classes, "flashtile.cross_entropy takes a process_group")
 
 
-@torch.no_grad()
-def masked_forward(inputs: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
-    """Softmax of `scale · inputs` `[batch, heads, seq_q, seq_k]` without what mask, True = out, takes away."""
-    return flashtile.scaled_masked_softmax(inputs, mask, scale_factor)
-
-
-@torch.no_grad()
-def causal_forward(inputs: Tensor, scale_factor: float) -> Tensor:
-    """Softmax of `scale · inputs` `[batch · heads, seq, seq]` over the keys up to each query's own."""
-    return flashtile.scaled_causal_softmax(inputs, scale_factor)
+masked_forward = torch.no_grad()(flashtile.scaled_masked_softmax)
+causal_forward = torch.no_grad()(flashtile.scaled_causal_softmax)
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ def flash_attn_unpadded_func(return_attn_probs: bool, **given: Any) -> Output:
 
 
 flash_attn_unpadded_kvpacked_func = flash_attn_unpadded_qkvpacked_func = flash_attn_unpadded_func
+flash_attn_func = flash_attn_unpadded_func
 
 
 def _attend(apart: Given, return_weights: bool) -> tuple[Tensor, ...]:
@@ -53,11 +54,6 @@ def _attend(apart: Given, return_weights: bool) -> tuple[Tensor, ...]:
         return (out,)
     lse = padded_lse(lse, layout.cu_seqlens_q, layout.max_seqlen_q)
     return out, lse, calls.weights(q, k, layout, call, seed, PROBS_MULTIPLE)
-
-
-def flash_attn_func(max_s: int, **given: Any) -> Output:
-    """`flash_attn_unpadded_qkvpacked_func` with the arguments of earlier versions."""
-    return flash_attn_unpadded_qkvpacked_func(max_seqlen=max_s, **given)
 
 
 def flash_attn_unpadded_qkvpacked_split_func(
@@ -221,11 +217,6 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
     return flashtile.scaled_causal_softmax(inputs, scale)
 
 
-def scaled_masked_softmax(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Softmax of `scale · inputs` `[batch, heads, seq_q, seq_k]` without what mask, True = out, takes away."""
-    return flashtile.scaled_masked_softmax(inputs, mask, scale)
-
-
 # flash_attn.flash_attention, flash_blocksparse_attention, modules, layers.rotary, losses
 
 
@@ -258,10 +249,8 @@ class FlashBlocksparseAttention(modules.FlashBlocksparseAttention):
     """`flashtile.modules.FlashBlocksparseAttention`, where `softmax_temp` is `softmax_scale`, for sequences of at most
     max_seq_length. There are no parameters; the mask goes where qkv is, whatever `device` and `dtype` are."""
 
-    def __init__(
-        self, sparsity_config: Any, softmax_temp: float | None = None, max_seq_length: int = 2048, **given: Any
-    ) -> None:
-        super().__init__(sparsity_config, softmax_temp, given["attention_dropout"])
+    def __init__(self, max_seq_length: int, device: Any = None, dtype: Any = None, **given: Any) -> None:
+        super().__init__(**given)
         self.max_seq_length = max_seq_length
 
     def forward(self, qkv: Tensor, key_padding_mask: Any, **given: Any) -> Any:  # type: ignore[override]
@@ -280,11 +269,11 @@ class FlashBlocksparseMHA(modules.FlashBlocksparseMHA):
         super().__init__(sparsity_config=sparsity_config, **given)
         self.embed_dim = given["embed_dim"]
         self.inner_attn = FlashBlocksparseAttention(
-            sparsity_config, attention_dropout=given["attention_dropout"], max_seq_length=max_seq_length
+            sparsity_config=sparsity_config, attention_dropout=given["attention_dropout"], max_seq_length=max_seq_length
         )
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, need_weights: bool, **same: Any
+        self, x: Tensor, key_padding_mask: Any, need_weights: bool, **same: Any
     ) -> tuple[Tensor, None]:
         """Attention of x `[batch, seq, embed_dim]` to itself.
 
@@ -293,9 +282,7 @@ class FlashBlocksparseMHA(modules.FlashBlocksparseMHA):
         for name, given in same.items():
             if given is not None and given is not x:
                 refuse(name, "x or None", given, "this is self-attention")
-        qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, -1))
-        out, _ = self.inner_attn(qkv, attn_mask, key_padding_mask, self.causal, need_weights=need_weights)
-        return self.out_proj(out.flatten(2)), None
+        return super().forward(x, key_padding_mask, need_weights)
 
 
 class _TopLeft:
@@ -343,10 +330,6 @@ class ParallelBlock(block.ParallelBlock):
     mha = MHA
 
 
-class GatedMlp(modules.GatedMlp):
-    """`flashtile.modules.GatedMlp`, whose hidden features are a multiple of 256."""
-
-
 apply_rotary_emb_func, apply_rotary_emb_qkv_ = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_
 
 
@@ -356,12 +339,6 @@ class RotaryEmbedding(modules.RotaryEmbedding):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.pos_idx_in_fp32 = True
-
-    def forward(self, qkv: Tensor, seqlen_offset: int = 0) -> Tensor:  # type: ignore[override]
-        """Rotates qkv `[batch, seq, 3, heads, head_dim]` in place, from position seqlen_offset on."""
-        rotated = super().forward(qkv, seqlen_offset=seqlen_offset)
-        assert isinstance(rotated, Tensor)
-        return rotated
 
 
 class CrossEntropyLoss(modules.CrossEntropyLoss):

@@ -29,7 +29,7 @@ flash_attn_func = flash_attn_kvpacked_func = flash_attn_qkvpacked_func = attend
 flash_attn_varlen_func = flash_attn_varlen_kvpacked_func = flash_attn_varlen_qkvpacked_func = attend
 
 
-def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: Any) -> Output:
+def flash_attn_with_kvcache(num_splits: int, rotary_interleaved: Any, **given: Any) -> Output:
     """One step of decoding, by `flashtile.attention_with_kv_cache`, where shapes and meanings are told.
 
     `k` and `v`, `[batch, seq_new, heads_kv, head_dim]`, are written to the caches in place from `cache_seqlens` on.
@@ -43,11 +43,8 @@ def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: 
     """
     call, places = calls.split_options(given)
     return calls.with_cache(
-        call=call, return_lse=return_softmax_lse, num_splits=num_splits or None,
-        cache_lengths=places.pop("cache_seqlens"), cache_batch_indices=places.pop("cache_batch_idx"),
-        cache_left_padding=places.pop("cache_leftpad"), rotary_interleaved=bool(places.pop("rotary_interleaved")),
-        **places,
-    )  # fmt: skip
+        call=call, num_splits=num_splits or None, rotary_interleaved=bool(rotary_interleaved), **places
+    )
 
 
 def _get_block_size_n(**given: Any) -> int:

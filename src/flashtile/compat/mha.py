@@ -11,17 +11,12 @@ from torch.utils.checkpoint import checkpoint
 import flashtile
 from flashtile import modules
 from flashtile.compat.adapter import refuse
-from flashtile.compat.calls import window
 from flashtile.compat.signatures import VERSION_2
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
     """The slopes of ALiBi, one a head: `flashtile.modules.alibi_slopes` as a list."""
     return modules.alibi_slopes(nheads, "cpu").tolist()
-
-
-class FlashCrossAttention(modules.FlashCrossAttention):
-    """`flashtile.modules.FlashCrossAttention`: q and kv, dense or packed; dropout in training only."""
 
 
 class _MaskedAttention(nn.Module):
@@ -104,12 +99,12 @@ class MHA(modules.MHA):
     def __init__(
         self, dwconv: bool, fused_bias_fc: bool, use_flash_attn: bool, checkpointing: bool, dropout: float, **given: Any
     ) -> None:
-        use_alibi, window_size = given["use_alibi"], given["window_size"]
-        if use_alibi and not use_flash_attn:
-            refuse("use_alibi", "False without use_flash_attn", True, "pass use_flash_attn=True")
-        if window(window_size) != (None, None) and not use_flash_attn:
-            refuse("window_size", "(-1, -1) without use_flash_attn", window_size, "pass use_flash_attn=True")
         super().__init__(**given)
+        window_size = given["window_size"]
+        if self.use_alibi and not use_flash_attn:
+            refuse("use_alibi", "False without use_flash_attn", True, "pass use_flash_attn=True")
+        if self.windowed and not use_flash_attn:
+            refuse("window_size", "(-1, -1) without use_flash_attn", window_size, "pass use_flash_attn=True")
         place = {"device": given["device"], "dtype": given["dtype"]}
         self.dwconv, self.use_flash_attn, self.checkpointing = dwconv, use_flash_attn, checkpointing
         self.rotary_emb_dim, self.window_size = given["rotary_emb_dim"], window_size
@@ -124,14 +119,13 @@ class MHA(modules.MHA):
             for name, width in ({"qkv": self.embed_dim + width_kv} if self._packs else widths).items():
                 conv = nn.Conv1d(width, width, kernel_size=3, padding=2, groups=width, **place)
                 setattr(self, f"dwconv_{name}", conv)
-        self._scale = given["softmax_scale"]
-        self._slopes = modules.alibi_slopes(self.num_heads, "cpu") if use_alibi else None
-        options = self.causal, self._scale, dropout
+        self.inner_step: Any = self.inner_attn
+        options = self.causal, given["softmax_scale"], dropout
         self.inner_cross_attn: nn.Module
         if use_flash_attn:
-            more = {"window_size": window_size, "alibi_slopes": self._slopes}
+            more = {"window_size": window_size, "alibi_slopes": self.inner_step._alibi_slopes}
             self.inner_attn = modules.FlashSelfAttention(*options, **more)
-            self.inner_cross_attn = FlashCrossAttention(*options, **more)
+            self.inner_cross_attn = modules.FlashCrossAttention(*options, **more)
         else:
             self.inner_attn, self.inner_cross_attn = SelfAttention(*options), CrossAttention(*options)
             self.inner_cross_attn.diagonal_ends_at_kept = self.cross_attn
@@ -208,13 +202,8 @@ class MHA(modules.MHA):
                 refuse("rotary_emb_scale_base", "None with inference_params", "a number", "xPos has no cache")
             cos, sin, _, _ = self.rotary_emb.tables(max(cache.shape[1], params.max_seqlen), q.device)
             turns = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": self.rotary_emb.interleaved}
-        slopes = self._slopes
-        if slopes is not None:
-            slopes = slopes.to(q.device, torch.promote_types(q.dtype, torch.float32))
-        return flashtile.attention_with_kv_cache(
-            q, cache[:, :, 0], cache[:, :, 1], kv[..., 0, :, :], kv[..., 1, :, :], cache_lengths=lengths, **turns,
-            scale=self._scale, causal=self.causal, window=window(self.window_size), alibi_slopes=slopes,
-        )  # fmt: skip
+        new = {"k": kv[..., 0, :, :], "v": kv[..., 1, :, :]}
+        return self.inner_step.decode(q, cache[:, :, 0], cache[:, :, 1], lengths, **new, **turns)
 
     def _cache(self, params: Any, kv: Tensor) -> Tensor:
         """The part of the cache that belongs to these sequences, made on the first call, in the dtype of what it is to

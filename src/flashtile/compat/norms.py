@@ -19,32 +19,12 @@ from flashtile.compat.calls import written
 from flashtile.compat.signatures import VERSION_2
 
 Results = Tensor | tuple[Tensor | None, ...]
+RMSNorm: type[modules.RMSNorm]  # made of its table
 
 
 def fused_norm(rms: bool) -> Callable[..., Any]:
     """The function of flashtile that has the norm in it."""
     return flashtile.dropout_add_rms_norm if rms else flashtile.dropout_add_layer_norm
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Layer norm over the last dimension."""
-    return flashtile.layer_norm(x, weight, bias, epsilon)
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMS norm over the last dimension."""
-    return flashtile.rms_norm(x, weight, None, epsilon)
-
-
-class RMSNorm(modules.RMSNorm):
-    """`flashtile.modules.RMSNorm` of the last dimension, hidden_size."""
-
-    def __init__(self, hidden_size: int, eps: float, **place: Any) -> None:
-        super().__init__(hidden_size, eps, **place)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The norm of x `[..., hidden]`."""
-        return super().forward(x)
 
 
 def _normed(rms: bool, **given: Any) -> Results:

@@ -81,11 +81,6 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     return index_first_axis(input, indices), input.view_as(input)
 
 
-def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Puts packed rows `[total, ...]` back into a padded batch `[batch, seqlen, ...]`, 0 elsewhere."""
-    return modules.pad_input(hidden_states, indices, batch, seqlen)
-
-
 def flash_attn_func(bias: Tensor | None, **given: Any) -> Tensor:
     """Attention of a dense batch; `flashtile.attention` with `align="top_left"`.
 

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import modules
 from flashtile.compat.signatures import VERSION_2
-
-
-def apply_rotary(**given: Any) -> Tensor:
-    """Rotates x `[batch, seq, heads, head_dim]`, packed `[total, heads, head_dim]`; see `flashtile.apply_rotary`."""
-    return flashtile.apply_rotary(**given)
 
 
 def apply_rotary_emb(x: Tensor, inplace: bool, **given: Any) -> Tensor:
@@ -52,10 +46,6 @@ def _in_place(rotate: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
     with torch.no_grad():
         x.copy_(rotated)
     return rotated
-
-
-class RotaryEmbedding(modules.RotaryEmbedding):
-    """`flashtile.modules.RotaryEmbedding`; arguments and `forward` are the same."""
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:

@@ -63,8 +63,8 @@ _DROPOUT_ADD_MODULE = f"hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_i
 _BIAS = "bias=None, causal=False, softmax_scale=None"
 _MLP = "in_features, hidden_features=None, out_features=None"
 _FUSED_MLP = (
-    f"{_MLP}, bias1=True, bias2=True, activation='gelu_approx', return_residual=False, checkpoint_lvl=0, "
-    f"heuristic='auto', {_PLACE}"
+    f"{_MLP}, bias1=True, bias2=True, activation='gelu_approx', return_residual=False, "
+    f"checkpoint_lvl->checkpoint_level=0, heuristic='auto', {_PLACE}"
 )
 _BLOCK = "dim, mixer_cls=None, mlp_cls=None, norm_cls=LayerNorm, dropout_cls=Dropout"
 _BLOCK_END = "residual_in_fp32=False, sequence_parallel=False, mark_shared_params=False"
@@ -79,7 +79,7 @@ _MHA_END = f"fused_bias_fc=False, use_flash_attn=False, return_residual=False, c
 #: Parts of modules that versions 1 and 2 have alike.
 _INDICES = """
     index_first_axis(input, indices); index_put_first_axis(values, indices, first_axis_dim)
-    index_first_axis_residual(input, indices); pad_input(hidden_states, indices, batch, seqlen)
+    index_first_axis_residual(input, indices); pad_input(hidden_states->x, indices, batch, seqlen)
 """
 _TURNS = """
     rotate_half(x, interleaved=False); apply_rotary_emb_torch(x, cos, sin, interleaved=False)
@@ -116,31 +116,33 @@ _BOTH = f"""
 flash_attn_triton = padding
     flash_attn_func(q, k, v, {_BIAS}); flash_attn_kvpacked_func(q, kv, {_BIAS}); flash_attn_qkvpacked_func(qkv, {_BIAS})
     _flash_attn_forward(q, k, v, {_BIAS})
-ops.fused_dense = dense
+ops.fused_dense = dense, flashtile.modules
     fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None!, sequence_parallel=True~)
     FusedDense(in_features, out_features, bias=True, return_residual=False, {_PLACE})
-    FusedDense.forward(self, x, process_group=None!)
+    FusedDense.forward(self, x->input, process_group=None!)
     fused_mlp_func(x, weight1, weight2, bias1=None, bias2=None, activation='gelu_approx', save_pre_act=True,
-        return_residual=False, checkpoint_lvl=0, heuristic=0~, process_group=None!, sequence_parallel=True~)
+        return_residual=False, checkpoint_lvl->checkpoint_level=0, heuristic=0~, process_group=None!,
+        sequence_parallel=True~)
     FusedMLP({_FUSED_MLP}); FusedMLP.forward(self, x, process_group=None!)
-ops.layer_norm = norms, flashtile.modules
-    layer_norm(x, weight, bias, epsilon)
+ops.layer_norm = norms, flashtile, flashtile.modules
+    layer_norm(x, weight, bias, epsilon->eps)
     dropout_add_layer_norm({_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM})
     dropout_add_layer_norm_subset({_DROPOUT_ADD}, {_SUBSET}, {_PRENORM})
     dropout_add_layer_norm_parallel_residual({_PARALLEL}, {_PRENORM}); DropoutAddLayerNorm({_DROPOUT_ADD_MODULE})
     DropoutAddLayerNorm.forward(self, x0, residual=None)
-ops.rms_norm = norms, flashtile.modules
-    rms_norm(x, weight, epsilon); dropout_add_rms_norm({_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM})
+ops.rms_norm = norms, flashtile, flashtile.modules
+    rms_norm(x, weight, epsilon->eps); dropout_add_rms_norm({_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM})
     dropout_add_rms_norm_subset({_DROPOUT_ADD}, {_SUBSET}, {_PRENORM})
-    dropout_add_rms_norm_parallel_residual({_PARALLEL}, {_PRENORM}); RMSNorm(hidden_size, eps=1e-05, {_PLACE})
-    RMSNorm.forward(self, x); DropoutAddRMSNorm({_DROPOUT_ADD_MODULE})
+    dropout_add_rms_norm_parallel_residual({_PARALLEL}, {_PRENORM})
+    RMSNorm(hidden_size->normalized_shape, eps=1e-05, {_PLACE}); RMSNorm.forward(self, x->input)
+    DropoutAddRMSNorm({_DROPOUT_ADD_MODULE})
     DropoutAddRMSNorm.forward(self, x0, residual=None)
 ops.triton.linear = dense
     triton_linear_act(x, weight, bias=None, activation='id', save_act_input=False)
     triton_dgrad_act(grad_output, weight, activation='id', act_input=None)
 ops.triton.mlp = dense
-    fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl=0)
-    FusedDenseSqreluDense({_MLP}, bias1=True!, bias2=True!, checkpoint_lvl=0, {_PLACE})
+    fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl->checkpoint_level=0)
+    FusedDenseSqreluDense({_MLP}, bias1=True!, bias2=True!, checkpoint_lvl->checkpoint_level=0, {_PLACE})
     FusedDenseSqreluDense.forward(self, x)
 modules.embedding = embedding
     GPT2Embeddings(embed_dim, vocab_size, max_position_embeddings, padding_idx=None, word_embed_proj_dim=None,
@@ -169,9 +171,10 @@ _V2_FUNCTIONS = f"""
     flash_attn_varlen_kvpacked_func(q, kv, {_LENGTHS}, {_V2})
     flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, {_V2})
     flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
-        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
-        return_softmax_lse=False)
+        cache_seqlens->cache_lengths=None, cache_batch_idx->cache_batch_indices=None,
+        cache_leftpad->cache_left_padding=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+        return_softmax_lse->return_lse=False)
 """
 _ROTARY = "interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
 _NORM = (
@@ -198,11 +201,11 @@ flash_attn_interface = flash_attn_2
     FlashAttnVarlenFunc.forward(ctx, q, k, v, {_LENGTHS}, {_V2_CLASS}, block_table, is_grad_enabled=True)
     FlashAttnVarlenKVPackedFunc.forward(ctx, q, kv, {_LENGTHS}, {_V2_CLASS}, is_grad_enabled=True)
     FlashAttnVarlenQKVPackedFunc.forward(ctx, qkv, cu_seqlens, max_seqlen, {_V2_CLASS}, is_grad_enabled=True)
-bert_padding = padding
+bert_padding = padding, flashtile.modules
     {_INDICES}
     unpad_input(hidden_states, attention_mask, unused_mask=None)
     unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length)
-layers.rotary = rotary
+layers.rotary = rotary, flashtile.modules
     {_TURNS}
     apply_rotary_emb(x, cos, sin, {_ROTARY}); apply_rotary_emb_func(x, cos, sin, {_ROTARY})
     apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0,
@@ -210,7 +213,7 @@ layers.rotary = rotary
     apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0)
     RotaryEmbedding(dim, base=10000.0, interleaved=False, scale_base=None, device=None)
     RotaryEmbedding.forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None)
-ops.triton.rotary = rotary
+ops.triton.rotary = rotary, flashtile
     apply_rotary(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False,
         conjugate=False)
 ops.triton.layer_norm = norms: Triton
@@ -252,7 +255,8 @@ flash_attn_interface = flash_attn_1
     flash_attn_unpadded_func(q, k, v, {_LENGTHS}, {_V1}); flash_attn_unpadded_kvpacked_func(q, kv, {_LENGTHS}, {_V1})
     flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max_seqlen, {_V1})
     flash_attn_unpadded_qkvpacked_split_func(qkv, cu_seqlens, max_seqlen0, max_seqlen1, batch_size0, {_V1})
-    flash_attn_func(qkv, cu_seqlens, dropout_p, max_s, softmax_scale=None, causal=False, return_attn_probs=False)
+    flash_attn_func(qkv, cu_seqlens, dropout_p, max_s->max_seqlen, softmax_scale=None, causal=False,
+        return_attn_probs=False)
     _get_block_size(device, head_dim, is_dropout)
     _flash_attn_forward(q, k, v, out, {_LENGTHS}, dropout_p, softmax_scale, causal, return_softmax, num_splits=0~,
         generator=None)
@@ -269,16 +273,16 @@ flash_blocksparse_attn_interface = flash_attn_1
     flash_blocksparse_attn_func(qkv, cu_seqlens, blockmask, dropout_p, max_s, softmax_scale=None, causal=False,
         return_attn_probs=False, convert_mask=True)
 flash_blocksparse_attention = flash_attn_1
-    FlashBlocksparseAttention(sparsity_config, softmax_temp=None, attention_dropout=0.0, max_seq_length=2048,
-        {_PLACE})
+    FlashBlocksparseAttention(sparsity_config, softmax_temp->softmax_scale=None, attention_dropout=0.0,
+        max_seq_length=2048, {_PLACE})
     FlashBlocksparseAttention.forward(self, qkv, attn_mask=None!, key_padding_mask=None, causal=False,
         cu_seqlens=None, max_s=None, need_weights=False, convert_mask=True~)
     FlashBlocksparseMHA(embed_dim, num_heads, sparsity_config, bias=True, batch_first=True, attention_dropout=0.0,
         causal=False, max_seq_length=2048, {_PLACE}, **kwargs)
-    FlashBlocksparseMHA.forward(self, x, x_ignored_, x_ignored_1_, attn_mask=None, key_padding_mask=None,
+    FlashBlocksparseMHA.forward(self, x, x_ignored_, x_ignored_1_, attn_mask=None!, key_padding_mask=None,
         need_weights=False)
-fused_softmax = flash_attn_1
-    scaled_upper_triang_masked_softmax(inputs, _, scale); scaled_masked_softmax(inputs, mask, scale)
+fused_softmax = flash_attn_1, flashtile
+    scaled_upper_triang_masked_softmax(inputs, _, scale); scaled_masked_softmax(inputs->x, mask, scale)
 bert_padding = flash_attn_1, padding
     {_INDICES}
     unpad_input(hidden_states, attention_mask)
@@ -363,9 +367,13 @@ _READ_4 = "4.0.0b36", "a list of the signatures of flash_attn.cute at that versi
 VERSION_4 = Served(4, "flash_attn_4", "4.0.0", _READ_4, tables(_MODULES_4, _REMEDIES))
 
 _PARAMETERS = (
-    "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors~, is_causal"
+    "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout->dropout_p, softmax_scale, zero_tensors~, "
+    "is_causal->causal"
 )
-_BLOCKMASK = "cu_seqlens_q, cu_seqlens_k, blockmask, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, is_causal"
+_BLOCKMASK = (
+    "cu_seqlens_q, cu_seqlens_k, blockmask, max_seqlen_q, max_seqlen_k, p_dropout->dropout_p, softmax_scale, "
+    "is_causal->causal"
+)
 _GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 _SECOND_LAYER = "input, gelu_in, output1, weight1, weight2, d_output2"
 #: The compiled extensions of flash_attn 1 that programs import by themselves.
@@ -381,11 +389,12 @@ dropout_layer_norm = extensions_1
     dropout_add_ln_parallel_residual_bwd(dz0, dz1, dx, x, dmask0, dmask1, mu, rsigma, gamma0, gamma1, dropout_p,
         has_x1, has_residual, is_rms_norm=False)
 flash_attn_cuda = extensions_1: attention_
-    fwd(q, k, v, out, {_PARAMETERS}, return_softmax, num_splits, gen=None)
-    bwd({_GRADIENTS}, {_PARAMETERS}, num_splits, gen=None, rng_state=None)
-    fwd_block(q, k, v, {_BLOCKMASK}, return_softmax!, gen=None); bwd_block({_GRADIENTS}, {_BLOCKMASK}, gen=None)
+    fwd(q, k, v, out, {_PARAMETERS}, return_softmax, num_splits, gen->generator=None)
+    bwd({_GRADIENTS}, {_PARAMETERS}, num_splits, gen->generator=None, rng_state=None)
+    fwd_block(q, k, v, {_BLOCKMASK}, return_softmax!, gen->generator=None)
+    bwd_block({_GRADIENTS}, {_BLOCKMASK}, gen->generator=None)
 fused_dense_lib = extensions_1
-    linear_bias_forward(input, weight, bias); linear_bias_wgrad(input, d_output, has_d_bias=True)
+    linear_bias_forward(input->x, weight, bias); linear_bias_wgrad(input->x, d_output->dout, has_d_bias->bias=True)
     linear_bias_backward(input, weight, d_output); linear_bias_residual_backward(input, weight, d_output, d_input)
     linear_gelu_forward(input, weight, bias, save_gelu_in, heuristic~)
     linear_gelu_linear_backward({_SECOND_LAYER}, heuristic~)
@@ -395,10 +404,10 @@ fused_dense_lib = extensions_1
 rotary_emb = extensions_1
     apply_rotary(x1, x2, cos, sin, out1, out2, conj)
 scaled_masked_softmax_cuda = extensions_1: masked_
-    forward(inputs, mask, scale_factor); backward(output_grads, softmax_results, scale_factor)
+    forward(inputs->x, mask, scale_factor->scale); backward(output_grads, softmax_results, scale_factor)
     get_batch_per_block(query_seq_len, key_seq_len, batches, attn_heads)
 scaled_upper_triang_masked_softmax_cuda = extensions_1: causal_
-    forward(inputs, scale_factor); backward(output_grads, softmax_results, scale_factor)
+    forward(inputs->x, scale_factor->scale); backward(output_grads, softmax_results, scale_factor)
 xentropy_cuda_lib = extensions_1: entropy_
     forward(logits, labels, smoothing, total_classes=-1)
     backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1)

@@ -100,11 +100,12 @@ class InnerAttention(_Attention):
         """Whether `decode` serves queries: it has no dropout, and splits the keys, which pays with few queries."""
         return q.shape[1] <= _FEW_QUERIES and not (self.training and self.attention_dropout)
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
-        """Attention of the last queries to the first `length` rows of a cache `[B, capacity, Hkv, D]`."""
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int | Tensor, **more: Any) -> Tensor:
+        """Attention of the last queries to the first `length` rows of a cache `[B, capacity, Hkv, D]`; `more` are
+        further arguments of `flashtile.attention_with_kv_cache`."""
         return flashtile.attention_with_kv_cache(
             q, k_cache, v_cache, cache_lengths=length, causal=self.causal, window=self.window, scale=self.softmax_scale,
-            alibi_slopes=self._slopes_for(q), batch_invariant=self.batch_invariant,
+            alibi_slopes=self._slopes_for(q), batch_invariant=self.batch_invariant, **more,
         )  # fmt: skip
 
 

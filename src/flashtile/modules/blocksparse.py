@@ -177,5 +177,5 @@ class FlashBlocksparseMHA(nn.Module):
     ) -> tuple[Tensor, None]:
         """Attention of x `[batch, seq, embed_dim]` to itself; arguments and result as `FlashBlocksparseAttention`."""
         qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, -1))
-        out, _ = self.inner_attn(qkv, key_padding_mask, self.causal, need_weights=need_weights)
+        out, _ = self.inner_attn(qkv, key_padding_mask=key_padding_mask, causal=self.causal, need_weights=need_weights)
         return self.out_proj(out.flatten(2)), None
