@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,25 +101,17 @@ def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
         )
 
 
-class Parts(NamedTuple):
-    """The facts of a call that follow from its tensors. `tensors`: the same, bias and mask with all four dimensions.
-    `documents`: cumulative lengths; empty for a dense call. `row_sharded`: bias and mask have the rows of the shard."""
-
-    tensors: dict[str, Tensor | None]
-    documents: tuple[int, ...]
-    row_sharded: bool
-
-
 def check_parts(
     tensors: dict[str, Tensor | None], strategy: str, ranks: int, cu_seqlens: Sequence[int] | Tensor | None
-) -> Parts:
-    """How documents, bias and mask of a call are cut, checked; q, k and v were before (`check_tensors`)."""
+) -> tuple[dict[str, Tensor | None], tuple[int, ...], bool]:
+    """The tensors of a call, bias and mask with all four dimensions; the cumulative lengths of its documents, none for
+    a dense call; and whether bias and mask have the rows of the shard. q, k and v were checked before."""
     q, packed = tensors["q"], cu_seqlens is not None
     assert q is not None
     documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * ranks)
     bias, mask = (with_four_dims(name, tensors[name]) for name in ("bias", "mask"))
     row_sharded = has_shard_rows(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
-    return Parts(tensors | {"bias": bias, "mask": mask}, documents, row_sharded)
+    return tensors | {"bias": bias, "mask": mask}, documents, row_sharded
 
 
 def check_documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
