@@ -1,8 +1,6 @@
 """The cost model: its bytes and pairs are those of the schedules, and its limits are what they must be."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from flashtile.distributed import explain_context_parallel
 from flashtile.distributed.cost_model import H200, Load, Machine, cost, efficiency, overlap_length
 from support.running.each_case import each_case
+from tools import scaling_model
 
 ROOT = Path(__file__).parents[2]
 _LOAD = Load(131072)
@@ -78,8 +77,7 @@ def test_rates_are_those_of_the_record():
     assert (H200.forward, H200.backward) == pytest.approx((rates["fwd"] * 1e12, rates["bwd"] * 1e12), rel=2e-3)
 
 
-@pytest.mark.slow
-def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
+def test_the_script_prints_tables_and_compares_with_a_record(tmp_path, monkeypatch, capsys):
     row = {
         "impl": "flashtile-ring", "phase": "fwd", "ms": 1.0, "efficiency": 0.9,
         "case": {"B": 1, "S": 131072, "H": 32, "Hkv": 8, "D": 128, "causal": True, "gpus": 4},
@@ -87,12 +85,11 @@ def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"rows": [row, {**row, "impl": "torch-context-parallel"}]}))
     for arguments, expected in ((["--ranks", "8"], "| 8 | 32k |"), (["--record", str(record)], "| 0.900 | 0.9")):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "tools/scaling_model.py"), *arguments], capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
-    assert done.stdout.count("131,072") == 1
+        monkeypatch.setattr("sys.argv", ["scaling_model.py", *arguments])
+        scaling_model.main()
+        printed = capsys.readouterr().out
+        assert expected in printed
+    assert printed.count("131,072") == 1
 
 
 def test_the_decision_record_has_the_figures_of_the_record():
