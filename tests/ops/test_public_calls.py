@@ -2,8 +2,8 @@
 depend on data, results that are changed in place, and the arithmetic that PyTorch's counter sees."""
 
 import functools
+import importlib
 import inspect
-import subprocess
 import sys
 from collections.abc import Callable
 from unittest import mock
@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashtile
+from flashtile.ops.common import flops
 from flashtile.testing import assert_same
 from support.running.each_case import each_case
 from support.running.public_calls import CALLS, ROWS, SEQ, PublicCall, labels, shown
@@ -367,9 +369,15 @@ def test_every_operator_with_products_has_a_formula():
     assert counted - of_tests == defined - without - of_tests
 
 
-@pytest.mark.parametrize("flashtile_first", [True, False])
+@each_case("flashtile_first", [True, False])
 def test_the_counter_and_flashtile_are_imported_in_any_order(flashtile_first):
-    ours, theirs = "import torch, flashtile; flashtile.attention", "import torch.utils.flop_counter"
-    counts = "assert any('attention_forward' in str(op) for op in torch.utils.flop_counter.flop_registry)"
-    lines = [ours, theirs, counts] if flashtile_first else [theirs, ours, counts]
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+    """Formulas are registered at once, or when PyTorch's module is imported: here another one of its name."""
+    finders = [each for each in sys.meta_path if each is not flops._ON_IMPORT]
+    with mock.patch.object(sys, "meta_path", finders), mock.patch.dict(sys.modules), mock.patch.dict(flops._FORMULAS):
+        del sys.modules[flops._COUNTER]
+        if not flashtile_first:
+            importlib.import_module(flops._COUNTER)
+        flops.register_flops("attention_forward", flops._FORMULAS["attention_forward"])
+        counter = importlib.import_module(flops._COUNTER)
+        assert counter is not flop_counter and sys.meta_path == finders
+        assert torch.ops.flashtile.attention_forward in counter.flop_registry

@@ -13,6 +13,7 @@ import torch
 
 import flashtile
 from flashtile._backends import observe
+from flashtile.ops.attention import select
 from flashtile.ops.common import backends, watch
 
 SOURCE = Path(flashtile.__file__).parent.parent
@@ -41,18 +42,51 @@ except FloatingPointError as error:
 """
 
 
-@pytest.mark.slow
-def test_without_environment_variables_nothing_is_watched():
+OPERATIONS = ("attention", "layer_norm", "rotary", "softmax", "cross_entropy", "dense", "kv_cache")
+
+
+@pytest.fixture
+def chosen_anew():
+    """Backends are chosen, watched and logged in the test as in a new process, and after it too."""
+    chosen = [select.BACKENDS, *map(backends.standard_backends, OPERATIONS[1:])]
+
+    def forget():
+        for each in chosen:
+            each.implementation.cache_clear()
+            each._logged.clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def same_log():
+    """The log is as before when the test is over."""
+    handlers, level = observe.log.handlers[:], observe.log.level
+    yield
+    observe.log.handlers[:] = handlers
+    observe.log.setLevel(level)
+
+
+def test_without_environment_variables_nothing_is_watched(chosen_anew, capsys):
     module = types.ModuleType("m")
     assert watch.watched("attention", "cpu", module) is module
     assert not observe.NVTX and not watch.CHECK_NAN
-    out, error = run_python(CALLS)
+    exec(CALLS, {})
+    out, error = capsys.readouterr()
     assert "flashtile::attention_forward" in out and "flashtile::rms" not in out and "[cpu]" not in out
     assert "found:" not in out and "flashtile.select" not in error
 
 
-def test_environment_variables_name_log_and_check():
-    out, error = run_python(CALLS, FLASHTILE_NVTX="1", FLASHTILE_LOG="select", FLASHTILE_CHECK_NAN="1")
+def test_environment_variables_name_log_and_check(chosen_anew, same_log, capsys, monkeypatch):
+    """They are read at import, so the modules that do it are read anew, under other names."""
+    for name, value in (("NVTX", "1"), ("LOG", "select"), ("CHECK_NAN", "1")):
+        monkeypatch.setenv(f"FLASHTILE_{name}", value)
+    monkeypatch.setattr(observe, "NVTX", runpy.run_path(observe.__file__)["NVTX"])
+    monkeypatch.setattr(watch, "CHECK_NAN", runpy.run_path(watch.__file__)["CHECK_NAN"])
+    exec(CALLS, {})
+    out, error = capsys.readouterr()
     for name in ("attention.forward[cpu]", "attention.backward[cpu]", "layer_norm.forward[cpu]"):
         assert f"flashtile.{name}" in out
     lines = [line for line in error.splitlines() if line.startswith("flashtile.select: ")]
@@ -71,11 +105,8 @@ def test_what_the_variables_do_not_know_is_an_error(name, value, monkeypatch):
         runpy.run_path(observe.__file__)
 
 
-def test_a_log_of_choices_through_logging(caplog):
+def test_a_log_of_choices_through_logging(chosen_anew, caplog):
     with caplog.at_level("INFO", logger="flashtile.select"):
-        chosen = backends.standard_backends("softmax")
-        chosen.implementation.cache_clear()
-        chosen._logged.clear()
         for _ in range(2):
             flashtile.scaled_causal_softmax(torch.randn(1, 4, 4))
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["softmax, torch.float32 on cpu: cpu"]
@@ -185,31 +216,20 @@ def test_inputs_are_looked_at_before_they_are_written_over(checked):
         checked(forward, torch.ones(2))
 
 
-def test_every_operation_is_watched(monkeypatch):
+def test_every_operation_is_watched(chosen_anew, monkeypatch):
     """With the check on, all operations run, forward and backward, and nothing is found in what is finite."""
     monkeypatch.setattr(watch, "CHECK_NAN", True)
     seen = set()
     original = watch._watch
     monkeypatch.setattr(watch, "_watch", lambda label, function: (seen.add(label), original(label, function))[1])
-    from flashtile.ops.attention import select
-
-    names = ("layer_norm", "rotary", "softmax", "cross_entropy", "dense", "kv_cache")
-    chosen = [select.BACKENDS, *map(backends.standard_backends, names)]
-    for each in chosen:
-        each.implementation.cache_clear()
-    try:
-        x = torch.randn(2, 6, 2, 8, requires_grad=True)
-        flat = torch.randn(6, 8, requires_grad=True)
-        flashtile.attention(x, x, x, causal=True, align="top_left").sum().backward()
-        flashtile.attention(x[:, :2], x, x, causal=True, window=(1, 0)).sum().backward()
-        flashtile.layer_norm(flat, torch.ones(8, requires_grad=True)).sum().backward()
-        flashtile.apply_rotary(x, *flashtile.rotary_tables(6, 8)).sum().backward()
-        flashtile.scaled_causal_softmax(torch.randn(1, 4, 4, requires_grad=True)).sum().backward()
-        flashtile.cross_entropy(flat, torch.arange(6)).sum().backward()
-        flashtile.fused_mlp(flat, torch.randn(16, 8), None, torch.randn(8, 16), None).sum().backward()
-        flashtile.attention_with_kv_cache(x[:, :1].detach(), x.detach(), x.detach())
-    finally:
-        for each in chosen:
-            each.implementation.cache_clear()
-    operations = {label.split(".")[1] for label in seen}
-    assert operations == {"attention", "layer_norm", "rotary", "softmax", "cross_entropy", "dense", "kv_cache"}
+    x = torch.randn(2, 6, 2, 8, requires_grad=True)
+    flat = torch.randn(6, 8, requires_grad=True)
+    flashtile.attention(x, x, x, causal=True, align="top_left").sum().backward()
+    flashtile.attention(x[:, :2], x, x, causal=True, window=(1, 0)).sum().backward()
+    flashtile.layer_norm(flat, torch.ones(8, requires_grad=True)).sum().backward()
+    flashtile.apply_rotary(x, *flashtile.rotary_tables(6, 8)).sum().backward()
+    flashtile.scaled_causal_softmax(torch.randn(1, 4, 4, requires_grad=True)).sum().backward()
+    flashtile.cross_entropy(flat, torch.arange(6)).sum().backward()
+    flashtile.fused_mlp(flat, torch.randn(16, 8), None, torch.randn(8, 16), None).sum().backward()
+    flashtile.attention_with_kv_cache(x[:, :1].detach(), x.detach(), x.detach())
+    assert {label.split(".")[1] for label in seen} == set(OPERATIONS)
