@@ -84,12 +84,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests are objects that live to the end, so the garbage collector need not look at them."""
+    """Thousands of tests are objects that live to the end, so the garbage collector need not look at them. Tests then
+    make millions of small ones, most of all where something is compiled: collecting less often saves a fifth of that
+    time, for some 70 MB."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
         gc.enable()
 
 
