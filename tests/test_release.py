@@ -1,6 +1,5 @@
 """What a release promises: the same bytes for the same commit, types, a quick import, an ordered changelog."""
 
-import compileall
 import hashlib
 import importlib.util
 import json
@@ -19,6 +18,7 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.once import once
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
@@ -31,8 +31,8 @@ _BUILT = ("src", "tests", "docs", "decisions", "examples", "benchmarks", "packag
 _FILES = ("CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", ".gitignore", "pyproject.toml", "requirements-dev.txt")
 
 
-def _build(checkout: Path, epoch: int) -> dict[str, Path]:
-    """Wheel and sdist of a checkout, by their endings."""
+def _build(checkout: Path, epoch: int) -> None:
+    """Makes wheel and sdist of a checkout in its folder `dist`."""
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build"],
         cwd=checkout,
@@ -42,26 +42,29 @@ def _build(checkout: Path, epoch: int) -> dict[str, Path]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return {
-        path.name.partition("flashtile-" + flashtile.__version__)[2]: path for path in (checkout / "dist").iterdir()
-    }
 
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     """The same sources built twice: in two folders, the files of the second with other times and in another order."""
     pytest.importorskip("hatchling")
-    found = []
-    for name, touched in (("one", 1_700_000_000), ("two", 1_600_000_000)):
-        checkout = tmp_path_factory.mktemp(name)
-        for folder in _BUILT if name == "one" else reversed(_BUILT):
-            shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        for file in (*ROOT.glob("*.md"), *(ROOT / part for part in _FILES)):
-            shutil.copy(file, checkout)
-        for path in checkout.rglob("*"):
-            os.utime(path, (touched, touched))
-        found.append(_build(checkout, 1_750_000_000))
-    return found
+
+    def make(folder: Path) -> None:
+        for name, touched in (("one", 1_700_000_000), ("two", 1_600_000_000)):
+            checkout = folder / name
+            for part in _BUILT if name == "one" else reversed(_BUILT):
+                shutil.copytree(ROOT / part, checkout / part, ignore=shutil.ignore_patterns("__pycache__"))
+            for file in (*ROOT.glob("*.md"), *(ROOT / part for part in _FILES)):
+                shutil.copy(file, checkout)
+            for path in checkout.rglob("*"):
+                os.utime(path, (touched, touched))
+            _build(checkout, 1_750_000_000)
+
+    folder = once(tmp_path_factory, "builds", make)
+    prefix = "flashtile-" + flashtile.__version__
+    return [
+        {path.name.removeprefix(prefix): path for path in (folder / name / "dist").iterdir()} for name in ("one", "two")
+    ]
 
 
 def test_the_same_sources_give_the_same_bytes(builds):
@@ -218,11 +221,10 @@ def test_the_sdist_has_what_its_tests_need(builds):
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_import_is_quick_beyond_torch_and_loads_no_kernel_compiler_or_optional_package(tmp_path):
+def test_import_is_quick_beyond_torch_and_loads_no_kernel_compiler_or_optional_package():
     """Processor time of the quickest of some processes, as other work on the machine does not count, beside that of
-    torch, as machines differ; of compiled sources, as an installation has them."""
-    shutil.copytree(SOURCE, tmp_path / "flashtile", ignore=shutil.ignore_patterns("__pycache__"))
-    assert compileall.compile_dir(tmp_path, quiet=2)
+    torch, as machines differ; of compiled sources, as an installation has them: the first process
+    leaves them behind."""
     program = (
         "import sys, time\n"
         "start = time.process_time()\n"
@@ -231,7 +233,7 @@ def test_import_is_quick_beyond_torch_and_loads_no_kernel_compiler_or_optional_p
         "import flashtile\n"
         "print((time.process_time() - middle) / (middle - start), *set(sys.modules) - before)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent), "PYTHONDONTWRITEBYTECODE": ""}
     parts = []
     for _ in range(5):
         output = subprocess.run(
