@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ _OPTIONS: list[dict[str, Any]] = [
 def run_process(rank: int, size: int, store: str, backend: str, device: str) -> None:
     """One of `size` processes that meet at the file `store`; "cuda" is the GPU of its number."""
     engine = "gloo"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from support.running.interpreter_speed import skip_needless_work
+
+        skip_needless_work()
     if device == "cuda":
         engine = "nccl"
         torch.cuda.set_device(rank)
