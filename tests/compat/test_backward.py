@@ -6,19 +6,18 @@ import torch
 import flashtile
 from flashtile.testing import assert_close
 from support.attention.compat_cases import (
-    CALLS,
     Meaning,
     attention_by_definition,
     cumulative,
     normal,
     packed_by_definition,
+    places,
     served,
 )
 
 interface = served(2, "flash_attn_interface")
 interface_v1 = served(1, "flash_attn_interface")
 
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 #: scale, causal, left, right, softcap, slopes, and what they mean.
 OPTIONS = {

@@ -5,7 +5,7 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_same
-from support.attention.compat_cases import CALLS, Meaning, attention_by_definition, normal, served
+from support.attention.compat_cases import Meaning, attention_by_definition, normal, places, served
 from support.running.each_case import each_case
 
 flash_attn_with_kvcache = served(2).flash_attn_with_kvcache
@@ -35,7 +35,7 @@ def rotary_tables(rotary_dim, like):
     return {"rotary_cos": angles.cos().to(like), "rotary_sin": angles.sin().to(like)} if rotary_dim else {}
 
 
-@pytest.mark.parametrize(("device", "dtype"), CALLS)
+@places
 @pytest.mark.parametrize("name", OPTIONS)
 @each_case("rotary_dim, interleaved", [(0, True), (8, True), (16, False)])
 def test_appends_and_rotates(interleaved, rotary_dim, name, device, dtype):

@@ -7,13 +7,14 @@ import torch
 
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
-    CALLS,
     Meaning,
     attention_by_definition,
     check_against,
     cumulative,
+    devices,
     normal,
     packed_by_definition,
+    places,
     scores_by_definition,
     served,
 )
@@ -25,8 +26,6 @@ flash_attn_varlen_func = served(4).flash_attn_varlen_func
 get_scheduler_metadata = served(4).get_scheduler_metadata
 BlockSparseTensorsTorch = served(4, "block_sparsity").BlockSparseTensorsTorch
 
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 OPTIONS = {
     "plain": ({}, Meaning()),
     "causal": ({"causal": True, "num_splits": 4, "pack_gqa": True, "deterministic": True}, Meaning(causal=True)),

@@ -35,6 +35,8 @@ PLACES = [
 CALLS = [
     pytest.param("cpu", torch.float32, id="cpu"), pytest.param("cuda", torch.float16, marks=pytest.mark.gpu, id="cuda"),
 ]  # fmt: skip
+every_dtype, places = (pytest.mark.parametrize(("device", "dtype"), cases) for cases in (PLACES, CALLS))
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @dataclass(frozen=True)
