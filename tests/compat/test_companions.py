@@ -6,7 +6,7 @@ import torch._dynamo
 from torch.nn import functional as F
 
 from flashtile.testing import assert_close, assert_same
-from support.attention.compat_cases import CALLS, PLACES, check_against, normal, served
+from support.attention.compat_cases import check_against, devices, every_dtype, normal, places, served
 from support.running.each_case import each_case
 
 bert_padding = served(2, "bert_padding")
@@ -14,6 +14,7 @@ rotary = served(2, "layers.rotary")
 CrossEntropyLoss = served(2, "losses.cross_entropy").CrossEntropyLoss
 fused_dense = served(2, "ops.fused_dense")
 layer_norm = served(2, "ops.layer_norm")
+fused_dense_sqrelu_dense_function = served(2, "ops.triton.mlp").fused_dense_sqrelu_dense_function
 rms_norm = served(2, "ops.rms_norm")
 triton_cross_entropy = served(2, "ops.triton.cross_entropy")
 triton_norm = served(2, "ops.triton.layer_norm")
@@ -23,8 +24,6 @@ rotary_v1 = served(1, "layers.rotary")
 CrossEntropyLossV1 = served(1, "losses.cross_entropy").CrossEntropyLoss
 CrossEntropyLossApex = served(1, "losses.cross_entropy_apex").CrossEntropyLossApex
 
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
 
 
@@ -136,7 +135,7 @@ def test_rotary_over_a_leaf(device, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@devices
 @torch._dynamo.config.patch(recompile_limit=64)
 def test_rotary_over_a_leaf_compiles_for_one_layout_after_another(device):
     """Sizes and offsets become dynamic, where PyTorch before 2.13 meets an AssertionError of its own."""
@@ -297,20 +296,7 @@ def test_dropout_add_norm(rms, device, dtype):
         assert_close("z", z, oracle, eager)
 
 
-def test_dropout_add_norm_of_some_rows():
-    x0, residual, weight = normal(3, 12).float(), normal(5, 12, seed=1).float(), normal(12, seed=2).float()
-    takes, gives = torch.tensor([0, 1, 0, 3, 2], dtype=torch.int32), torch.tensor([2, 0, 1, 0, 0], dtype=torch.int32)
-    z, x = layer_norm.dropout_add_layer_norm_subset(
-        x0, residual, weight, None, 0.0, 1e-3, x0_subset=takes, out_subset=gives, rowscale_const=2.0, out_numrows=2,
-        prenorm=True,
-    )  # fmt: skip
-    expected = residual.clone()
-    expected[[1, 3, 4]] += 2 * x0[[0, 2, 1]]
-    assert_same(x, expected)
-    assert_same(z, normed(False, expected[[2, 0]], weight, None, 1e-3))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@devices
 @pytest.mark.parametrize("module", [layer_norm, rms_norm], ids=["layer", "rms"])
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_subset_norms_have_the_inner_dimensions_of_x0(prenorm, module, device):
@@ -320,12 +306,12 @@ def test_subset_norms_have_the_inner_dimensions_of_x0(prenorm, module, device):
     weight = normal(12, seed=2).float().to(device)
     takes = torch.tensor([1, 2, 3, 4, 0, 0, 0, 0, 5, 6, 7, 8], dtype=torch.int32, device=device)
     gives = torch.tensor([0, 0, 0, 0, 1, 2, 3, 4, 0, 0, 0, 0], dtype=torch.int32, device=device)
-    options = {"x0_subset": takes.view(3, 4), "out_subset": gives.view(3, 4), "out_numrows": 4}
+    options = {"x0_subset": takes.view(3, 4), "out_subset": gives.view(3, 4), "out_numrows": 4, "rowscale_const": 2.0}
     results = run(x0, residual, weight, None, 0.25, 1e-3, **options, prenorm=prenorm, return_dropout_mask=True)
     z, *sums, mask = results
     assert len(sums) == prenorm and mask.dtype is torch.uint8
     spread = torch.zeros_like(residual)
-    spread[[0, 2]] = x0 * mask / 0.75
+    spread[[0, 2]] = 2 * x0 * mask / 0.75
     total = residual + spread
     assert_same(z, normed(module is rms_norm, total[1:2], weight, None, 1e-3))
     for x in sums:
@@ -444,16 +430,20 @@ def test_a_given_lse_needs_one_process():
 # Linear layers
 
 
-@each_case("name, level", [("gelu_approx", 0), ("relu", 1), ("sqrelu", 2)])
+@each_case("name, level", [("gelu_approx", 0), ("relu", 1), ("sqrelu", 2), ("function", 1)])
 def test_perceptron(level, name):
-    activation = {
-        "gelu_approx": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "sqrelu": lambda x: F.relu(x).square(),
-    }[name]  # fmt: skip
+    def activation(x):
+        return F.gelu(x, approximate="tanh") if name == "gelu_approx" else x.relu() if name == "relu" else x.relu() ** 2
+
+    def function(x, w1, w2, b1, b2):
+        if name == "function":
+            return fused_dense_sqrelu_dense_function(x, w1, b1, w2, b2, level)
+        return fused_dense.fused_mlp_func(x, w1, w2, b1, b2, name, checkpoint_lvl=level)
+
     x, weight1, weight2 = normal(2, 5, 6), normal(8, 6, seed=1), normal(4, 8, seed=2)
     bias1, bias2 = normal(8, seed=3), normal(4, seed=4)
     check_against(
-        lambda x, w1, w2, b1, b2: fused_dense.fused_mlp_func(x, w1, w2, b1, b2, name, checkpoint_lvl=level),
-        lambda x, w1, w2, b1, b2: F.linear(activation(F.linear(x, w1, b1)), w2, b2),
+        function, lambda x, w1, w2, b1, b2: F.linear(activation(F.linear(x, w1, b1)), w2, b2),
         [x, weight1, weight2, bias1, bias2], "cpu", torch.float32,
     )  # fmt: skip
 

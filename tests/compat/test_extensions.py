@@ -8,14 +8,15 @@ import flashtile
 import flashtile.compat
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
-    CALLS,
-    PLACES,
     Meaning,
     attention_by_definition,
     cumulative,
+    devices,
+    every_dtype,
     extension,
     normal,
     packed_by_definition,
+    places,
     served,
 )
 from support.running.each_case import each_case
@@ -27,12 +28,8 @@ rotary_emb = extension("rotary_emb")
 scaled_masked_softmax_cuda = extension("scaled_masked_softmax_cuda")
 scaled_upper_triang_masked_softmax_cuda = extension("scaled_upper_triang_masked_softmax_cuda")
 xentropy_cuda_lib = extension("xentropy_cuda_lib")
+fused_softmax = served(1, "fused_softmax")
 convert_blockmask = served(1, "flash_blocksparse_attn_interface").convert_blockmask
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-devices = pytest.mark.parametrize("device", DEVICES)
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 def perceptron(device):
@@ -110,17 +107,24 @@ def test_softmax(device):
     x = normal(2, 3, 5, 5).float().to(device).requires_grad_()
     mask = (normal(2, 1, 5, 5, seed=1) < -0.5).to(device)
     causal = torch.ones(5, 5, dtype=torch.bool, device=device).triu(1)
-    for out, hidden, backward in (
-        (scaled_masked_softmax_cuda.forward(x, mask, 0.5), mask, scaled_masked_softmax_cuda.backward),
+    for out, hidden, backward, recorded in (
+        (
+            scaled_masked_softmax_cuda.forward(x, mask, 0.5), mask, scaled_masked_softmax_cuda.backward,
+            fused_softmax.scaled_masked_softmax(x, mask, 0.5),
+        ),
         (
             scaled_upper_triang_masked_softmax_cuda.forward(x.flatten(0, 1), 0.5).view(x.shape), causal,
             scaled_upper_triang_masked_softmax_cuda.backward,
+            fused_softmax.scaled_upper_triang_masked_softmax(x, None, 0.5),
         ),
     ):  # fmt: skip
         expected = (x * 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
         assert_same(out, expected.detach())
+        assert torch.equal(recorded, out) and recorded.requires_grad and not out.requires_grad
         dout = normal(2, 3, 5, 5, seed=2).to(out)
         assert_same(backward(dout, out, 0.5), torch.autograd.grad(expected, x, dout)[0])
+    with pytest.raises(ValueError, match="mask: expected None"):
+        fused_softmax.scaled_upper_triang_masked_softmax(x, mask, 0.5)
 
 
 # Attention
@@ -130,8 +134,7 @@ LENGTHS = [5, 0, 40, 33]
 
 
 @places
-@each_case("causal", [False, True])
-@each_case("dropout_p", [0.0, 0.25])
+@each_case("dropout_p, causal", [(0.0, False), (0.25, True)])
 def test_attention(dropout_p, causal, device, dtype):
     """The functions of the interface call these with the same arguments; dropout by rng_state, or by the generator."""
     q, k, v = (normal(78, 4, 16, seed=seed).to(device, dtype) for seed in range(3))

@@ -7,15 +7,16 @@ import torch
 
 from flashtile.testing import assert_same
 from support.attention.compat_cases import (
-    CALLS,
-    PLACES,
     Meaning,
     attention_by_definition,
     check_against,
     cumulative,
+    devices,
+    every_dtype,
     group_head_dropout,
     normal,
     packed_by_definition,
+    places,
     scores_by_definition,
     served,
     visible_keys,
@@ -29,6 +30,7 @@ flash_attn_varlen_func = served(2).flash_attn_varlen_func
 flash_attn_varlen_kvpacked_func = served(2).flash_attn_varlen_kvpacked_func
 flash_attn_varlen_qkvpacked_func = served(2).flash_attn_varlen_qkvpacked_func
 interface = served(2, "flash_attn_interface")
+v1, triton, v3 = served(1, "flash_attn_interface"), served(1, "flash_attn_triton"), served(3)
 
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 #: Arguments of a call, and what they mean.
@@ -43,8 +45,6 @@ OPTIONS = {
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, Meaning(alibi_slopes=SLOPES, causal=True)),
 }
 options_and_meaning = pytest.mark.parametrize(("options", "meaning"), OPTIONS.values(), ids=OPTIONS.keys())
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 def on(device: str, options: dict) -> dict:
@@ -61,16 +61,6 @@ def test_dense(options, meaning, device, dtype):
         lambda q, k, v: attention_by_definition(q, k, v, meaning)[0],
         [q, k, v], device, dtype,
     )  # fmt: skip
-    check_against(
-        lambda q, kv: flash_attn_kvpacked_func(q, kv, **options),
-        lambda q, kv: attention_by_definition(q, *kv.unbind(2), meaning)[0],
-        [q, torch.stack((k, v), 2)], device, dtype,
-    )  # fmt: skip
-    check_against(
-        lambda qkv: flash_attn_qkvpacked_func(qkv, **options),
-        lambda qkv: attention_by_definition(*qkv.unbind(2), meaning)[0],
-        [normal(2, 9, 3, 4, 12)], device, dtype,
-    )  # fmt: skip
 
 
 @places
@@ -85,16 +75,46 @@ def test_packed(options, meaning, device, dtype):
         lambda q, k, v: packed_by_definition(q, k, v, lengths_q, lengths_k, meaning)[0],
         [q, k, v], device, dtype,
     )  # fmt: skip
-    check_against(
-        lambda q, kv: flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 9, 11, **options),
-        lambda q, kv: packed_by_definition(q, *kv.unbind(1), lengths_q, lengths_k, meaning)[0],
-        [q, torch.stack((k, v), 1)], device, dtype,
-    )  # fmt: skip
-    check_against(
-        lambda qkv: flash_attn_varlen_qkvpacked_func(qkv, cu_q, 9, **options),
-        lambda qkv: packed_by_definition(*qkv.unbind(1), lengths_q, lengths_q, meaning)[0],
-        [normal(17, 3, 4, 12)], device, dtype,
-    )  # fmt: skip
+
+
+ENDS = cumulative([5, 0, 9, 3])
+BIAS = normal(1, 4, 1, 9).float()
+#: A function of q, k and v, one of q and kv, one of qkv, and the arguments behind the tensors: of the last, and before
+#: these of the others.
+APART = {
+    "version 1": (
+        v1.flash_attn_unpadded_func, v1.flash_attn_unpadded_kvpacked_func, v1.flash_attn_unpadded_qkvpacked_func,
+        (ENDS, 9, 0.0, 0.3, True), (ENDS, ENDS, 9, 9, 0.0, 0.3, True),
+    ),
+    "version 1, earlier": (
+        v1.flash_attn_unpadded_func, None, v1.flash_attn_func, (ENDS, 0.0, 9, 0.3, True),
+        (ENDS, ENDS, 9, 9, 0.0, 0.3, True),
+    ),
+    "version 1, bias": (
+        triton.flash_attn_func, triton.flash_attn_kvpacked_func, triton.flash_attn_qkvpacked_func, (BIAS, True),
+        (BIAS, True),
+    ),
+    "version 2": (
+        flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, (0.0, 0.3, True), (0.0, 0.3, True),
+    ),
+    "version 2, packed": (
+        flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
+        (ENDS, 9, 0.0, 0.3, True), (ENDS, ENDS, 9, 9, 0.0, 0.3, True),
+    ),
+    "version 3": (v3.flash_attn_func, None, v3.flash_attn_qkvpacked_func, (0.3, True), (0.3, True)),
+}  # fmt: skip
+
+
+@each_case("name", APART)
+def test_tensors_that_are_packed_are_those_apart(name):
+    of_three, of_two, of_one, arguments_of_one, arguments = APART[name]
+    qkv = normal(*((17, 3, 4, 12) if arguments[0] is ENDS else (2, 9, 3, 4, 12))).float().requires_grad_()
+    q, k, v = qkv.unbind(-3)
+    calls = [(of_three, (q, k, v, *arguments)), (of_one, (qkv, *arguments_of_one))]
+    calls += [] if of_two is None else [(of_two, (q, torch.stack((k, v), -3), *arguments))]
+    results = [[out, *torch.autograd.grad(out.square().sum(), qkv)] for out in (call(*given) for call, given in calls)]
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0]))
 
 
 #: Autograd class, its function, shapes of the inputs, and what stands between them and the options.
@@ -116,7 +136,7 @@ CLASSES = {
 SEQUENCES = {5: [5, 0, 9, 3], 7: [7, 4, 9, 11]}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@devices
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize("name", CLASSES)
 def test_autograd_classes_are_the_functions(name, dropout_p, device):
@@ -140,7 +160,7 @@ def test_autograd_classes_are_the_functions(name, dropout_p, device):
         assert not recorded.apply(*leaves, *lengths, *options, False, *block_table, False).requires_grad
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@devices
 def test_longest_sequences_may_be_tensors(device):
     q, cu = normal(17, 4, 16).half().to(device), cumulative([5, 0, 9, 3], device)
     longest = cu.diff().max()

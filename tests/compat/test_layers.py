@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flashtile.testing import assert_close, assert_same
-from support.attention.compat_cases import CALLS, PLACES, check_against, normal, served
+from support.attention.compat_cases import check_against, every_dtype, normal, places, served
 from support.running.each_case import each_case
 
 PatchEmbed = served(2, "layers.patch_embed").PatchEmbed
@@ -18,10 +18,6 @@ activations = served(2, "ops.activations")
 triton_dgrad_act = served(2, "ops.triton.linear").triton_dgrad_act
 triton_linear_act = served(2, "ops.triton.linear").triton_linear_act
 FusedDenseSqreluDense = served(2, "ops.triton.mlp").FusedDenseSqreluDense
-fused_dense_sqrelu_dense_function = served(2, "ops.triton.mlp").fused_dense_sqrelu_dense_function
-
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 def gelu_tanh(x):
@@ -101,16 +97,6 @@ def test_what_linear_layers_with_activations_refuse():
         triton_linear_act(x, weight, activation="relu")
     with pytest.raises(ValueError, match="act_input: expected a tensor"):
         triton_dgrad_act(x, weight.t(), "gelu")
-
-
-@places
-@each_case("level", [0, 1, 2])
-def test_perceptron_with_the_square_of_relu(level, device, dtype):
-    inputs = [normal(2, 5, 6), normal(8, 6, seed=1), normal(8, seed=2), normal(4, 8, seed=3), normal(4, seed=4)]
-    check_against(
-        lambda *given: fused_dense_sqrelu_dense_function(*given, level),
-        lambda x, w1, b1, w2, b2: F.linear(F.relu(F.linear(x, w1, b1)).square(), w2, b2), inputs, device, dtype,
-    )  # fmt: skip
 
 
 def test_module_with_the_square_of_relu():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flashtile.testing import assert_close, assert_same, size
-from support.attention.compat_cases import Meaning, attention_by_definition, cumulative, normal, served
+from support.attention.compat_cases import Meaning, attention_by_definition, cumulative, devices, normal, served
 from support.models.module_cases import check_module
 from support.running.each_case import each_case
 
@@ -22,8 +22,6 @@ block_v1 = served(1, "modules.block")
 mha_v1 = served(1, "modules.mha")
 mlp_v1 = served(1, "modules.mlp")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-devices = pytest.mark.parametrize("device", DEVICES)
 MASK = torch.arange(9) < torch.tensor([[9], [4]])
 
 
@@ -124,13 +122,7 @@ def test_cross_attention(flash, causal, device):
         x_kv,
     )
     if not causal:
-        check(
-            module,
-            lambda module, x, x_kv: module(x, x_kv, mixer_subset=slice(0, 2)),
-            lambda module, x, x_kv: by_definition(module, x, x_kv, meaning)[:, :2],
-            x,
-            x_kv,
-        )
+        assert_same(module(x, x_kv, mixer_subset=slice(0, 2)), module(x, x_kv)[:, :2])
     if not flash:
         mask = MASK.to(device)
         if causal:  # the diagonal ends at the last of as many keys as are kept
@@ -267,12 +259,7 @@ def test_modules_of_version_1():
 
 
 def test_perceptrons():
-    x = normal(2, 5, 6).float()
-    module = mlp.GatedMlp(6, activation=F.silu, return_residual=True)
-    values, gates = module.fc1(x).chunk(2, -1)
-    assert_same(module(x)[0], module.fc2(values * F.silu(gates)))
     assert mlp.GatedMlp(6).fc2.in_features == 128 and mlp_v1.GatedMlp(6).fc2.in_features == 256
-    assert mlp.Mlp(6).fc1.out_features == mlp_v1.Mlp(6).fc1.out_features == 24
 
 
 # Blocks
@@ -312,12 +299,10 @@ def hooked(dim):
 
 
 NORMS = [nn.LayerNorm, partial(nn.RMSNorm, eps=1e-5), RMSNorm, Scale, Twice, hooked]
-NORM_NAMES = ["layer", "rms", "our-rms", "other", "subclass", "hook"]
 
 
 @devices
-@each_case("fused", [False, True])
-@each_case("norm_cls", NORMS)
+@each_case("fused, norm_cls", [(True, nn.LayerNorm), (False, RMSNorm), (True, Scale), (False, Scale), (True, hooked)])
 def test_blocks(norm_cls, fused, device):
     x, residual = normal(2, 5, 16).float().to(device), normal(2, 5, 16, seed=1).float().to(device)
     pre = blocks(norm_cls, fused_dropout_add_ln=fused).to(device)

@@ -8,15 +8,15 @@ import torch
 from flashtile.compat.flash_attn_1 import blockmask_layout
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
-    CALLS,
-    PLACES,
     Meaning,
     attention_by_definition,
     check_against,
     cumulative,
+    every_dtype,
     group_head_dropout,
     normal,
     packed_by_definition,
+    places,
     scores_by_definition,
     served,
     visible_keys,
@@ -28,21 +28,14 @@ flash_attn_triton = served(1, "flash_attn_triton")
 pad_input = served(1, "bert_padding").pad_input
 unpad_input = served(1, "bert_padding").unpad_input
 FlashAttention = served(1, "flash_attention").FlashAttention
-FlashMHA = served(1, "flash_attention").FlashMHA
-flash_attn_func = served(1, "flash_attn_interface").flash_attn_func
 flash_attn_unpadded_func = served(1, "flash_attn_interface").flash_attn_unpadded_func
-flash_attn_unpadded_kvpacked_func = served(1, "flash_attn_interface").flash_attn_unpadded_kvpacked_func
 flash_attn_unpadded_qkvpacked_func = served(1, "flash_attn_interface").flash_attn_unpadded_qkvpacked_func
 flash_attn_unpadded_qkvpacked_split_func = served(1, "flash_attn_interface").flash_attn_unpadded_qkvpacked_split_func
 FlashBlocksparseAttention = served(1, "flash_blocksparse_attention").FlashBlocksparseAttention
 FlashBlocksparseMHA = served(1, "flash_blocksparse_attention").FlashBlocksparseMHA
 convert_blockmask = served(1, "flash_blocksparse_attn_interface").convert_blockmask
 flash_blocksparse_attn_func = served(1, "flash_blocksparse_attn_interface").flash_blocksparse_attn_func
-scaled_masked_softmax = served(1, "fused_softmax").scaled_masked_softmax
-scaled_upper_triang_masked_softmax = served(1, "fused_softmax").scaled_upper_triang_masked_softmax
 
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 OPTIONS = {
     "plain": ({}, Meaning(top_left=True)),
     "causal": ({"causal": True, "deterministic": True}, Meaning(causal=True, top_left=True)),
@@ -60,16 +53,6 @@ def test_packed(options, meaning, device, dtype):
         lambda q, k, v: flash_attn_unpadded_func(q, k, v, cu_q, cu_k, 9, 11, 0.0, **options),
         lambda q, k, v: packed_by_definition(q, k, v, LENGTHS_Q, LENGTHS_K, meaning)[0],
         [q, k, v], device, dtype,
-    )  # fmt: skip
-    check_against(
-        lambda q, kv: flash_attn_unpadded_kvpacked_func(q, kv, cu_q, cu_k, 9, 11, 0.0, **options),
-        lambda q, kv: packed_by_definition(q, *kv.unbind(1), LENGTHS_Q, LENGTHS_K, meaning)[0],
-        [q, torch.stack((k, v), 1)], device, dtype,
-    )  # fmt: skip
-    check_against(
-        lambda qkv: flash_attn_unpadded_qkvpacked_func(qkv, cu_q, 9, 0.0, **options),
-        lambda qkv: packed_by_definition(*qkv.unbind(1), LENGTHS_Q, LENGTHS_Q, meaning)[0],
-        [normal(17, 3, 4, 12)], device, dtype,
     )  # fmt: skip
 
 
@@ -124,8 +107,7 @@ def softmax_from(S_dmask, scores):
 
 
 @every_dtype
-@each_case("causal", [False, True])
-@each_case("p", [0.0, 0.25])
+@each_case("p, causal", [(0.0, False), (0.25, True)])
 def test_weights(p, causal, device, dtype):
     lengths_q, lengths_k = [33, 5, 0], [70, 4, 9]
     q, k = normal(38, 2, 16).to(device, dtype), normal(83, 2, 16, seed=1).to(device, dtype)
@@ -166,12 +148,9 @@ def test_bias(shape, device, dtype):
     )  # fmt: skip
 
 
-def test_packed_layouts_with_bias():
-    qkv, bias = normal(2, 9, 3, 4, 12).float(), normal(1, 4, 1, 9).float()
-    q, k, v = qkv.unbind(2)
+def test_forward_with_bias():
+    (q, k, v), bias = normal(2, 9, 3, 4, 12).float().unbind(2), normal(1, 4, 1, 9).float()
     expected = flash_attn_triton.flash_attn_func(q, k, v, bias, causal=True)
-    assert torch.equal(flash_attn_triton.flash_attn_qkvpacked_func(qkv, bias, True), expected)
-    assert torch.equal(flash_attn_triton.flash_attn_kvpacked_func(q, qkv[:, :, 1:], bias, True), expected)
     out, lse, scale = flash_attn_triton._flash_attn_forward(q, k, v, bias, True)
     assert torch.equal(out, expected) and lse.shape == (2, 4, 128) and scale == 1 / math.sqrt(12)
 
@@ -215,17 +194,6 @@ def test_module_drops_in_training_only():
         module(qkv.flatten(0, 1), cu_seqlens=cumulative([9, 9]))
 
 
-def test_mha():
-    module = FlashMHA(16, 2, causal=True)
-    assert set(module.state_dict()) == {"Wqkv.weight", "Wqkv.bias", "out_proj.weight", "out_proj.bias"}
-    x = normal(3, 9, 16).float()
-    qkv = module.Wqkv(x).unflatten(-1, (3, 2, 8))
-    expected = module.out_proj(attention_by_definition(*qkv.unbind(2), Meaning(causal=True))[0].flatten(2))
-    out, weights = module(x)
-    assert_same(out, expected)
-    assert weights is None
-
-
 def test_lists_of_tiles():
     layout = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
     lists = convert_blockmask(layout, causal=False)
@@ -246,8 +214,7 @@ class Config:
         return layout
 
 
-@each_case("causal", [False, True])
-@each_case("convert", [True, False])
+@each_case("convert, causal", [(True, False), (False, True)])
 def test_blocksparse(convert, causal):
     lengths = [300, 40]
     layout = Config().make_layout(300)
@@ -288,16 +255,6 @@ def test_blocksparse_modules():
         mha(x, x.clone(), x)
     with pytest.raises(TypeError, match="depth"):
         FlashBlocksparseMHA(16, 2, Config(), depth=3)
-
-
-def test_softmax():
-    x, mask = normal(2, 3, 5, 5).float(), torch.rand(2, 1, 5, 5) < 0.3
-    mask[..., 0] = False
-    assert_same(scaled_masked_softmax(x, mask, 0.5), (x * 0.5).masked_fill(mask, -math.inf).softmax(-1))
-    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    assert_same(scaled_upper_triang_masked_softmax(x, None, 0.5), (x * 0.5).masked_fill(causal, -math.inf).softmax(-1))
-    with pytest.raises(ValueError, match="mask"):
-        scaled_upper_triang_masked_softmax(x, mask, 0.5)
 
 
 @each_case("call, names", [

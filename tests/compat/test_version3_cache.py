@@ -7,12 +7,13 @@ import flashtile
 from flashtile.compat import cache as cache_module
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
-    CALLS,
     Meaning,
     attention_by_definition,
     check_8_bits,
     cumulative,
+    devices,
     normal,
+    places,
     served,
 )
 from support.running.each_case import each_case
@@ -20,8 +21,6 @@ from support.running.each_case import each_case
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
 flash_attn_with_kvcache = served(3).flash_attn_with_kvcache
 
-places = pytest.mark.parametrize(("device", "dtype"), CALLS)
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 #: Rows in the cache, queries and new rows of each sequence, where these are ragged.
 LENGTHS, QUERIES, NEW, CAPACITY = [5, 0, 17], [2, 5, 1], [3, 1, 2], 24
 OPTIONS = {
@@ -43,8 +42,8 @@ def turned(x, positions):
     return apply_rotary_emb_torch(x, cos[positions], sin[positions], True)
 
 
-def step(q, k, v, caches, meaning, rotary=None, first=(0, 0, 0), qv=None):
-    """What a step means: q, k, v and qv are lists of one sequence each; `rotary` are positions of first rows, or None.
+def step(q, k, v, caches, meaning, rotary=None, first=(0, 0, 0)):
+    """What a step means: q, k and v are lists of one sequence each; `rotary` are positions of first rows, or None.
 
     Returns:
         Outputs one after another, their lse `[heads, total]`, and the caches after the step, dense.
@@ -60,37 +59,28 @@ def step(q, k, v, caches, meaning, rotary=None, first=(0, 0, 0), qv=None):
         end = length + k_one.shape[0]
         k_cache[b, length:end], v_cache[b, length:end] = k_one, v[b]
         keys, values = (cache[b, first[b] : end] for cache in (k_cache, v_cache))
-        if qv is not None:
-            q_one, keys = torch.cat((q_one, qv[b]), -1), torch.cat((keys, values), -1)
         out, lse = attention_by_definition(q_one[None], keys[None], values[None], meaning)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, 1), k_cache, v_cache
 
 
-def inputs(dtype, queries=QUERIES, new=NEW, columns=16):
-    """q, k, v, qv as lists of sequences, and the caches."""
+def inputs(dtype, queries=QUERIES, new=NEW):
+    """q, k, v as lists of sequences, and the caches."""
     given = [
-        [normal(rows, heads, width, seed=seed + 10 * b).to(dtype) for b, rows in enumerate(counts)]
-        for seed, (counts, heads, width) in enumerate(
-            ((queries, 4, 16), (new, 2, 16), (new, 2, columns), (queries, 4, columns))
-        )
+        [normal(rows, heads, 16, seed=seed + 10 * b).to(dtype) for b, rows in enumerate(counts)]
+        for seed, (counts, heads) in enumerate(((queries, 4), (new, 2), (new, 2)))
     ]
-    caches = [normal(3, CAPACITY, 2, width, seed=seed).to(dtype) for seed, width in ((7, 16), (8, columns))]
-    return *given, caches
+    return *given, [normal(3, CAPACITY, 2, 16, seed=seed).to(dtype) for seed in (7, 8)]
 
 
 def check(results, given, meaning, **definition):
     """Results of a call: out, lse and the caches."""
-    *sequences, caches = given
-    q, k, v, qv = sequences
-    with_qv = definition.pop("with_qv", False)
 
     def exact(dtype):
-        q_, k_, v_, qv_ = ([x.to(dtype) for x in parts] for parts in (q, k, v, qv))
-        return step(q_, k_, v_, [c.to(dtype) for c in caches], meaning, qv=qv_ if with_qv else None, **definition)
+        return step(*([x.to(dtype) for x in parts] for parts in given), meaning, **definition)
 
-    oracle, eager = exact(torch.float64), exact(caches[0].dtype)
+    oracle, eager = exact(torch.float64), exact(given[0][0].dtype)
     for name, got, wanted, plain in zip(("out", "lse", "k_cache", "v_cache"), results, oracle, eager, strict=True):
         assert_close(name, got.cpu(), wanted, plain)
 
@@ -118,7 +108,7 @@ def lengths_on(device, lengths=LENGTHS):
 @each_case("page_size, rotary", [(None, None), (None, "given"), (1, "lengths"), (3, "given"), (8, None)])
 def test_ragged_queries_and_new_rows(rotary, page_size, options, meaning, device, dtype):
     given = inputs(dtype)
-    q, k, v, _, caches = given
+    q, k, v, caches = given
     places = {"cu_seqlens_q": cumulative(QUERIES, device), "cu_seqlens_k_new": cumulative(NEW, device)}
     positions = None
     if rotary:
@@ -138,13 +128,13 @@ def test_ragged_queries_and_new_rows(rotary, page_size, options, meaning, device
 
 
 @places
-@options_and_meaning
+@pytest.mark.parametrize(("options", "meaning"), [OPTIONS["window"], OPTIONS["chunk"]], ids=["window", "chunk"])
 @each_case("queries", [1, 3])
 @each_case("way", ["entries", "padding", "pages", "rows of a table"])
 def test_dense_queries(way, queries, options, meaning, device, dtype):
     """Every sequence has as many queries and new rows: entries in another order, padding of NaN, small pages."""
     given = inputs(dtype, [queries] * 3, [queries] * 3)
-    q, k, v, _, caches = given
+    q, k, v, caches = given
     first, places, stored = (0, 0, 0), {}, [cache.to(device) for cache in caches]
     if way == "entries":
         entries = torch.tensor([3, 0, 2], device=device)
@@ -191,7 +181,7 @@ def test_one_query_in_chunks_needs_no_copy(new, device, dtype, monkeypatch):
     """Decoding: the first key of the last query's chunk is a left padding."""
     monkeypatch.setattr(cache_module, "_appended_and_gathered", None)
     given = inputs(dtype, [1] * 3, [new] * 3)
-    q, k, v, _, caches = given
+    q, k, v, caches = given
     stored = [cache.to(device) for cache in caches]
     rows = (torch.stack(k).to(device), torch.stack(v).to(device)) if new else ()
     out, lse = flash_attn_with_kvcache(
@@ -258,7 +248,7 @@ def test_8_bits_need_no_copy(page_size, device, monkeypatch):
 def test_8_bits(new, ragged, device):
     """A cache in 8 bits is a packed call of 8-bit keys; new rows are rotated and rounded again."""
     counts = (QUERIES, NEW) if ragged else ([2] * 3, [2] * 3)
-    q, k, v, _, caches = inputs(torch.float32, *counts)
+    q, k, v, caches = inputs(torch.float32, *counts)
     q, k, v = ([part.to(torch.float8_e4m3fn) for part in parts] for parts in (q, k, v))
     stored = [cache.to(device, torch.float8_e4m3fn) for cache in caches]
     factors = [0.5 + normal(3, 2, seed=seed).abs().float() for seed in range(3)]
@@ -300,7 +290,7 @@ def _bytes(join, parts):
 @devices
 def test_what_is_not_there_is_not_written(device):
     """Rows of no sequence, and on a GPU rows past the last page, leave the caches as they are."""
-    q, k, v, _, caches = inputs(torch.float32)
+    q, k, v, caches = inputs(torch.float32)
     stored = [cache.to(device) for cache in caches]
     ends = cumulative([2, 0, 1], device)
     flash_attn_with_kvcache(
