@@ -157,20 +157,6 @@ def test_compiled_is_the_same(train, tmp_path, monkeypatch):
     assert_close(tmp_path / "eager", tmp_path / "compiled")
 
 
-@pytest.mark.slow
-def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpoints(train, text, tmp_path):
-    assert train("one", "--batch=8") == 0
-    two = partial(arguments_of, text, tmp_path)
-    torchrun(2, two("sharded", "--batch=2", "--accumulate=2", "--parallel=fsdp", "--sample=5"))
-    assert_close(tmp_path / "one", tmp_path / "sharded")
-    for folder in ("in-one", "in-two"):
-        without_the_last_checkpoint(tmp_path / "sharded", tmp_path / folder)
-    assert train("in-one", "--batch=8", "--resume") == 0
-    assert_close(tmp_path / "one", tmp_path / "in-one")
-    assert launch([Run(2, two("in-two", "--batch=2", "--accumulate=2", "--resume"))], tmp_path) == [[]]
-    assert_close(tmp_path / "one", tmp_path / "in-two")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [["--fused-loss"], ["--dropout=0.1", "--accumulate=2"], ["--compile"]], ids=str)
 def test_resumes_bit_for_bit_on_a_gpu(options, train, tmp_path, monkeypatch):
@@ -211,17 +197,22 @@ def test_activations_made_again_are_the_same(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_share_weights_and_sequences_are_one(train, text, tmp_path):
-    """Tensor and context parallel with FSDP; its checkpoint goes on in one process, and one's in it."""
+def test_processes_that_divide_batches_weights_and_sequences_are_one(train, text, tmp_path):
+    """FSDP under torchrun, and tensor and context parallel with FSDP. Their checkpoints go on in one process and in
+    several, and one's in four."""
     assert train("one") == 0
     of = partial(arguments_of, text, tmp_path)
-    in_four = of("in-four", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume")
+    torchrun(2, of("sharded", "--batch=1", "--accumulate=2", "--parallel=fsdp", "--sample=5"))
+    in_two = of("sharded-in-two", "--batch=1", "--accumulate=2", "--resume")
+    in_four = of("one-in-four", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume")
     runs = (
         Run(4, of("cut", "--tp=2", "--cp=2", "--parallel=fsdp", "--sample=5")),
-        Run(4, in_four, (tmp_path / "one", tmp_path / "in-four")),
+        Run(4, in_four, (tmp_path / "one", tmp_path / "one-in-four")),
+        Run(2, in_two, (tmp_path / "sharded", tmp_path / "sharded-in-two")),
     )
-    assert launch(runs, tmp_path) == [[], []]
-    without_the_last_checkpoint(tmp_path / "cut", tmp_path / "in-one")
-    assert train("in-one", "--resume") == 0
-    for folder in ("cut", "in-one", "in-four"):
+    assert launch(runs, tmp_path) == [[], [], []]
+    for folder in ("sharded", "cut"):
+        without_the_last_checkpoint(tmp_path / folder, tmp_path / f"{folder}-in-one")
+        assert train(f"{folder}-in-one", "--resume") == 0
+    for folder in ("sharded", "sharded-in-one", "sharded-in-two", "cut", "cut-in-one", "one-in-four"):
         assert_close(tmp_path / "one", tmp_path / folder)
