@@ -373,7 +373,8 @@ def test_every_operator_with_products_has_a_formula():
 def test_the_counter_and_flashtile_are_imported_in_any_order(flashtile_first):
     """Formulas are registered at once, or when PyTorch's module is imported: here another one of its name."""
     finders = [each for each in sys.meta_path if each is not flops._ON_IMPORT]
-    with mock.patch.object(sys, "meta_path", finders), mock.patch.dict(sys.modules), mock.patch.dict(flops._FORMULAS):
+    registered = mock.patch.dict(sys.modules), mock.patch.object(torch.utils, "flop_counter", flop_counter)
+    with mock.patch.object(sys, "meta_path", finders), mock.patch.dict(flops._FORMULAS), registered[0], registered[1]:
         del sys.modules[flops._COUNTER]
         if not flashtile_first:
             importlib.import_module(flops._COUNTER)
