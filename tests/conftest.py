@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from support.compilation import remembered_checks
 from support.running import selection
 
 _POISONED_TESTS = Path(__file__).parent / "ops"
+#: In a file whose tests all need a GPU.
+_NEEDS_GPUS = re.compile(r"^pytestmark = \[?pytest\.mark\.(gpu|hopper|multi_gpu)\b", re.MULTILINE)
 
 hypothesis.settings.register_profile("flashtile", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -75,11 +78,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A run of the interpreted tests alone reads only the files that have some: the others take longer to read."""
-    if config.option.markexpr != "interpreter" or collection_path.suffix != ".py":
+    """A run of the interpreted tests alone reads only the files that have some, and one without GPUs none of those
+    whose tests all need one: the others take longer to read."""
+    if collection_path.suffix != ".py":
         return None
-    text = collection_path.read_text()
-    return None if "mark.interpreter" in text or '"interpreted"' in text else True
+    if config.option.markexpr == "interpreter":
+        text = collection_path.read_text()
+        return None if "mark.interpreter" in text or '"interpreted"' in text else True
+    if config.option.markexpr.startswith("not (gpu or hopper or multi_gpu"):
+        return True if _NEEDS_GPUS.search(collection_path.read_text()) else None
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
