@@ -388,25 +388,24 @@ def test_implementations_take_turns_to_and_fro(monkeypatch):
             order.append((self.label, seconds))
             return [1.0]
 
-    entries = []
-    for name in "ab":
-        entry = runner.Prepared(reference(name), AttentionProblem.phases)
-        entry.timers = {phase: Recorder(name + phase) for phase in AttentionProblem.phases}
-        entries.append(entry)
-    runner._sample_in_turns(entries, 4.0)
+    found = [
+        runner.Measurement(reference(name), phase, None, timer=Recorder(name + phase))
+        for name in "ab"
+        for phase in AttentionProblem.phases
+    ]
+    runner._sample_in_turns(found, 4.0)
     labels = ["afwd", "bfwd", "abwd", "bbwd", "bfwd", "afwd", "bbwd", "abwd"]
     assert order == [(label, 2.0) for label in labels]
 
 
 def test_long_calls_stop_when_their_time_is_used_up():
     calls = []
-    entry = runner.Prepared(reference(), AttentionProblem.phases)
-    entry.timers = {"fwd": CpuTimer(lambda: calls.append(1))}
-    for _ in range(runner._ROUNDS):
-        entry.sample("fwd", 0.0)
-        entry.sample("bwd", 0.0)
-    assert len(calls) == len(entry.samples["fwd"]) == runner._LEAST_SAMPLES < runner._ROUNDS
-    assert not entry.samples["bwd"]
+    timed = runner.Measurement(reference(), "fwd", None, timer=CpuTimer(lambda: calls.append(1)))
+    failed = runner.Measurement(reference(), "bwd", "it failed")
+    for one in (timed, failed) * runner._ROUNDS:
+        one.sample(0.0)
+    assert len(calls) == len(timed.samples) == runner._LEAST_SAMPLES < runner._ROUNDS
+    assert not failed.samples
 
 
 def test_perf_counter_timer_takes_at_least_one_sample():

@@ -8,15 +8,14 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from flashtile.bench.record import Row, make_row
+from flashtile.bench.record import Row, grouped, make_row
 from flashtile.bench.timing import Timer, WrongReplayError, typical
 
 #: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
@@ -60,49 +59,56 @@ def announced(announce: Announce, what: str) -> Iterator[None]:
 
 
 @dataclass
-class Prepared:
-    """An implementation with its own copy of a case's tensors, called once and judged."""
+class Measurement:
+    """One phase of an implementation in a case. `bound`: its own copy of the case's tensors, None where it has none.
+    `why`: why it has no speed, None as long as it may have one. `error`: the largest, where it was judged. `facts`:
+    further keys of its row. `spent`: seconds of taking samples."""
 
     implementation: Any
-    phases: Sequence[str]
+    phase: str
+    why: str | None
     bound: Any = None
-    errors: dict[str, float] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    timers: dict[str, Timer] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    error: float | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    timer: Timer | None = None
+    samples: list[float] = field(default_factory=list)
+    spent: float = 0.0
 
     @contextmanager
-    def within_memory(self, phases: Iterable[str]) -> Iterator[None]:
-        """Makes it the reason of some phases if the GPU's memory does not suffice."""
+    def within_memory(self) -> Iterator[None]:
+        """Makes it the reason if the GPU's memory does not suffice."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            for phase in phases:
-                self.why[phase] = describe(error)
-                self.timers.pop(phase, None)
+            self.why, self.timer = describe(error), None
 
-    def time(self, phase: str, problem: Any) -> None:
-        """Makes the timer of a phase; there is none where a CUDA graph of it is wrong, or memory does not suffice."""
-        with self.within_memory([phase]), self.implementation.context():
-            facts = self.bound.facts(phase)
+    def prepare(self, problem: Any) -> None:
+        """Makes the timer; there is none where a CUDA graph is wrong, or memory does not suffice."""
+        with self.within_memory(), self.implementation.context():
+            facts = self.bound.facts(self.phase)
             try:
-                self.timers[phase] = problem.timer(self.bound.calls[phase])
+                self.timer, self.facts = problem.timer(self.bound.calls[self.phase]), facts
             except WrongReplayError as error:
-                self.why[phase] = str(error)
-            else:
-                self.facts[phase] = facts
+                self.why = str(error)
 
-    def sample(self, phase: str, seconds: float) -> None:
-        """Takes a round's samples of a phase that has a timer and, of the `seconds` of all rounds, time left."""
-        samples = self.samples[phase]
-        if phase not in self.timers or (self.spent[phase] >= seconds and len(samples) >= _LEAST_SAMPLES):
+    def sample(self, seconds: float) -> None:
+        """Takes a round's samples if there is a timer and, of the `seconds` of all rounds, time left."""
+        if self.timer is None or (self.spent >= seconds and len(self.samples) >= _LEAST_SAMPLES):
             return
         begin = time.perf_counter()
-        with self.within_memory([phase]), self.implementation.context():
-            samples += self.timers[phase].sample(seconds / _ROUNDS)
-        self.spent[phase] += time.perf_counter() - begin
+        with self.within_memory(), self.implementation.context():
+            self.samples += self.timer.sample(seconds / _ROUNDS)
+        self.spent += time.perf_counter() - begin
+
+    def row(self, problem: Any) -> Row:
+        found: Row = {"error": self.error if self.error is not None and math.isfinite(self.error) else None}
+        if self.timer is None:
+            found["why"] = self.why
+        else:
+            ms, kind = typical(self.samples, self.timer.kind), self.timer.kind
+            found |= {"ms": ms, **problem.speed(self.phase, ms), **self.facts} | ({"timer": kind} if kind else {})
+        named = {"phase": self.phase, **problem.labels(self.phase)}
+        return make_row(problem.op, impl=self.implementation.name, case=problem.case.record(), **named, **found)
 
 
 def run_case(
@@ -117,7 +123,7 @@ def run_case(
     the samples of one phase of one implementation; None for the device's default. `announce`: told of each step."""
     with announced(announce, "making tensors"):
         made = problem(case, device)
-    rows = _measure(case, made, implementations, device, seconds, announce)
+    rows = _measure(made, implementations, _SECONDS[device.type] if seconds is None else seconds, announce)
     gc.collect()  # graphs and tensors of a case are gone before the next one allocates
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -125,35 +131,28 @@ def run_case(
     return rows
 
 
-def _measure(
-    case: Any,
-    problem: Any,
-    implementations: Iterable[Any],
-    device: torch.device,
-    seconds: float | None,
-    announce: Announce,
-) -> list[Row]:
-    entries = []
+def _measure(problem: Any, implementations: Iterable[Any], seconds: float, announce: Announce) -> list[Row]:
+    found: list[Measurement] = []
     for each in implementations:
         if problem.offers(each):
             with announced(announce, f"checking {each.name}"):
-                entries.append(_prepare(each, problem))
-    for entry in entries:
-        for phase in entry.phases:
-            if phase not in entry.why and entry.bound is not None:
-                with announced(announce, f"timing {entry.implementation.name} {phase}"):
-                    entry.time(phase, problem)
+                found += _check(each, problem)
+    for one in found:
+        if one.why is None:
+            with announced(announce, f"timing {one.implementation.name} {one.phase}"):
+                one.prepare(problem)
     with announced(announce, "taking samples"):
-        _sample_in_turns(entries, _SECONDS[device.type] if seconds is None else seconds)
-    return [_row(entry, problem, case, phase) for entry in entries for phase in entry.phases]
+        _sample_in_turns(found, seconds)
+    return [one.row(problem) for one in found]
 
 
-def _sample_in_turns(entries: list[Prepared], seconds: float) -> None:
+def _sample_in_turns(found: list[Measurement], seconds: float) -> None:
     """Samples of one phase from each implementation in turn, to and fro, so that none always follows the same one."""
+    by_phase = grouped(found, lambda one: one.phase)
     for turn in range(_ROUNDS):
-        for phase in dict.fromkeys(phase for entry in entries for phase in entry.phases):
-            for entry in entries if turn % 2 == 0 else entries[::-1]:
-                entry.sample(phase, seconds)
+        for of_phase in by_phase.values():
+            for one in of_phase if turn % 2 == 0 else of_phase[::-1]:
+                one.sample(seconds)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -161,43 +160,24 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _prepare(implementation: Any, problem: Any) -> Prepared:
-    entry = Prepared(implementation, problem.measured_phases(implementation))
-    reasons = {phase: problem.unsupported(implementation, phase) for phase in entry.phases}
-    entry.why = {phase: reason for phase, reason in reasons.items() if reason is not None}
-    phases = [phase for phase in entry.phases if phase not in entry.why]
-    for index, phase in enumerate(phases):
+def _check(implementation: Any, problem: Any) -> list[Measurement]:
+    """The phases of an implementation, each called once and judged."""
+    phases = problem.measured_phases(implementation)
+    found = [Measurement(implementation, phase, problem.unsupported(implementation, phase)) for phase in phases]
+    bound, left = None, [one for one in found if one.why is None]
+    for index, one in enumerate(left):
         try:
             with implementation.context():
-                if entry.bound is None:
-                    entry.bound = problem.bind(implementation)
-                results = entry.bound.results(phase)
+                one.bound = bound = problem.bind(implementation) if bound is None else bound
+                results = bound.results(one.phase)
         except Exception as error:  # whatever a peer raises is a fact for the record, not the end of the run
-            entry.why.update(dict.fromkeys(phases[index:], describe(error)))
-            if index == 0:
-                entry.bound = None  # the others need the memory
+            for failed in left[index:]:
+                failed.why, failed.bound = describe(error), None  # the others need the memory
             break
-        if not implementation.judged:
-            continue
-        with entry.within_memory([phase]):
-            verdict = problem.judge(entry.bound, phase, results)
-            entry.errors[phase] = verdict.error
-            if verdict.why is not None:
-                entry.why[phase] = verdict.why
-    return entry
-
-
-def _row(entry: Prepared, problem: Any, case: Any, phase: str) -> Row:
-    error = entry.errors.get(phase)
-    found: Row = {"error": error if error is not None and math.isfinite(error) else None}
-    if phase in entry.why:
-        found["why"] = entry.why[phase]
-    else:
-        kind = entry.timers[phase].kind
-        ms = typical(entry.samples[phase], kind)
-        found |= {"ms": ms, **problem.speed(phase, ms), **entry.facts[phase]} | ({"timer": kind} if kind else {})
-    named = {"phase": phase, **problem.labels(phase)}
-    return make_row(problem.op, impl=entry.implementation.name, case=case.record(), **named, **found)
+        if implementation.judged:
+            with one.within_memory():
+                one.error, one.why = problem.judge(bound, one.phase, results)
+    return found
 
 
 def describe(error: Exception) -> str:
