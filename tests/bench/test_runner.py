@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.timing import CpuTimer, HostTimer, typical
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 CPU = torch.device("cpu")
 
@@ -86,10 +86,14 @@ class WrongGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
-def test_right_results_get_a_speed(case):
-    rows = run_case(case, [reference()], CPU)
-    assert [row["phase"] for row in rows] == ["fwd", "bwd"]
+def test_right_results_get_a_speed_and_peers_agree_or_say_why(case):
+    rows = run_case(case, [reference(), *map(peer, ("flashtile-cpu", "sdpa-flash", "sdpa-math"))], CPU)
+    assert [row["phase"] for row in rows] == ["fwd", "bwd"] * 4
     for row in rows:
+        assert row["case"] == case.record()
+        if row["ms"] is None:
+            assert not row["impl"].startswith("flashtile") and not row["why"].startswith("wrong result"), row
+            continue
         assert row["ms"] > 0 and "why" not in row and row["error"] < 0.1
         assert row["tflops"] == pytest.approx(case.flops(row["phase"]) / row["ms"] / 1e9)
         assert row["gbps"] == pytest.approx(case.bytes(row["phase"]) / row["ms"] / 1e6)
@@ -170,22 +174,6 @@ def test_exceptions_and_unsupported_cases_are_reasons():
     unable = reference("unable", unsupported=lambda case, device: "not today")
     rows = run_case(SMALL, [failing, unable], CPU)
     assert [row["why"] for row in rows] == ["RuntimeError: first line"] * 2 + ["not today"] * 2
-
-
-@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
-def test_peers_on_a_cpu_agree_with_the_oracle_or_say_why(case):
-    for row in run_case(case, [peer("sdpa-flash"), peer("sdpa-math")], CPU):
-        assert row["ms"] is not None or not row["why"].startswith("wrong result"), row
-
-
-def test_flashtile_on_a_cpu_is_right():
-    for case in (SMALL, VARIANTS[4], PACKED, *SCORED):
-        assert all(row["ms"] is not None for row in run_case(case, [peer("flashtile-cpu")], CPU)), case
-
-
-def test_case_is_the_same_for_every_implementation():
-    rows = run_case(SMALL, [reference(), peer("sdpa-flash")], CPU)
-    assert all(row["case"] == rows[0]["case"] for row in rows)
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
@@ -335,38 +323,21 @@ def test_torch_varlen_is_told_of_causal_as_its_version_has_it():
     assert torch_varlen_options(grouped, later) == {"enable_gqa": True, "window_size": (-1, 0)}
 
 
-class Answer(NamedTuple):
-    backend: str | None
-    reason: str = "too odd a shape"
-
-
-@pytest.mark.parametrize("case", [SMALL, PACKED], ids=lambda case: case.name)
-def test_hopper_asks_flashtile(case, monkeypatch):
-    asked = []
-
-    def explain(q, k, v, *, backend, device, **options):
-        asked.append((q.shape, k.shape, v.shape, backend, options["causal"], options.get("max_seqlen_q")))
-        return Answer(None if case is SMALL else "hopper")
-
-    monkeypatch.setattr(flashtile, "explain", explain)
+@each_case("case", [SMALL, PACKED, *SCORED])
+def test_hopper_is_asked_about_the_call(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert hopper_limits(case, torch.device("cuda")) == ("too odd a shape" if case is SMALL else None)
-    inputs = make_inputs(case, CPU)
-    shapes = (inputs.q.shape, inputs.k.shape, inputs.v.shape)
-    assert asked == [(*shapes, "hopper", True, case.S if case is PACKED else None)]
-
-
-@pytest.mark.parametrize("case", SCORED, ids=lambda case: case.name)
-def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    explain = flashtile.explain
+    asked, explain = [], flashtile.explain
 
     def on_sm_90(*tensors, device, **options):
+        asked.append(([tensor.shape for tensor in tensors], options["causal"], options.get("max_seqlen_q")))
         return explain(*tensors, device="sm_90", **options)
 
     monkeypatch.setattr(flashtile, "explain", on_sm_90)
     assert hopper_limits(replace(case, dtype="bf16"), CPU) is None
-    assert "forward of float32 is for heads" in (hopper_limits(replace(case, dtype="fp32"), CPU) or "")
+    assert "float32" in (hopper_limits(replace(case, dtype="fp32"), CPU) or "")
+    inputs, causal = make_inputs(case, CPU), case.causal and case.mask is None
+    shapes = [tensor.shape for tensor in (inputs.q, inputs.k, inputs.v)]
+    assert asked == [(shapes, causal, case.S if case is PACKED else None)] * 2
 
 
 def test_hopper_is_not_asked_elsewhere(monkeypatch):
@@ -406,12 +377,6 @@ def test_long_calls_stop_when_their_time_is_used_up():
         one.sample(0.0)
     assert len(calls) == len(timed.samples) == runner._LEAST_SAMPLES < runner._ROUNDS
     assert not failed.samples
-
-
-def test_perf_counter_timer_takes_at_least_one_sample():
-    calls = []
-    samples = CpuTimer(lambda: calls.append(1)).sample(0.0)
-    assert len(samples) == len(calls) == 1 and samples[0] >= 0
 
 
 def test_record_has_the_documented_form(tmp_path, monkeypatch):

@@ -64,10 +64,7 @@ class Case(AnyCase):
             assert not (self.dropout_p or self.changes_scores), "the check of a packed batch has none of these"
         if self.mask is not None:
             assert self.window is None and not self.dropout_p, "a mask stands alone"
-            if self.segments is None:
-                assert not self.causal, "the mask holds all that is visible"
-            if self.mask_shows_tiles:
-                assert self.Sk is None and self.S % masks.parse_tiles(self.mask)[0] == 0, "tiles are whole"
+            assert not self.causal or self.segments is not None, "the mask holds all that is visible"
         if self.bias is not None:
             assert self.bias in ("1HSS", "BHSS") and not self.dropout_p
             assert self.segments is None, "the check of a bias has one sequence in each batch entry"
@@ -108,13 +105,14 @@ class Case(AnyCase):
         return self.S if self.Sk is None else self.Sk
 
     @property
-    def has_mask_tensor(self) -> bool:
-        """Whether the mask is a tensor of booleans, not a block mask."""
-        return self.mask is not None and (self.mask == masks.PADDING or self.mask.startswith("random"))
+    def shown(self) -> masks.Mask | None:
+        """What mask or function show; None where that follows from causal and window."""
+        return masks.find_mask(self.mask or self.function, self.B, self.S, self.keys, self.causal)
 
     @property
-    def mask_shows_tiles(self) -> bool:
-        return self.mask is not None and self.segments is None and not self.has_mask_tensor
+    def has_mask_tensor(self) -> bool:
+        """Whether the mask is a tensor of booleans, not a block mask."""
+        return self.shown is not None and self.shown.tensor is not None
 
     @property
     def tokens(self) -> int:
@@ -130,9 +128,7 @@ class Case(AnyCase):
     @property
     def segments(self) -> tuple[int, ...] | None:
         """Lengths of the parts that do not see each other: of a packed batch, or of each batch entry's documents."""
-        if self.function in masks.MASKS:
-            return masks.MASKS[self.function](self.S).parts
-        return masks.document_lengths(self.mask, self.S) if self.lengths is None else self.lengths
+        return self.lengths if self.shown is None else self.shown.parts
 
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
@@ -150,15 +146,10 @@ class Case(AnyCase):
 
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
-        if self.function in masks.MASKS:
-            return masks.MASKS[self.function](self.S).pairs
-        entries, sequences = (self.B if self.lengths is None else 1), self.segments
-        if self.mask is not None and self.has_mask_tensor:
-            return masks.visible_in_tensor(self.mask, self.B, self.S, self.keys)
-        if self.mask is not None and self.mask_shows_tiles:
-            tile, density = masks.parse_tiles(self.mask)
-            return entries * masks.visible_tiles(self.S // tile, density) * tile**2
-        return entries * sum(count * self._pairs(seq) for seq, count in Counter(sequences or (self.S,)).items())
+        if self.shown is not None:
+            return self.shown.pairs
+        entries, sequences = (self.B, (self.S,)) if self.lengths is None else (1, self.lengths)
+        return entries * sum(count * self._pairs(seq) for seq, count in Counter(sequences).items())
 
     def _pairs(self, seq: int) -> float:
         """Pairs of one sequence: queries × keys, by convention half if causal, the exact number for a window."""
@@ -233,6 +224,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     else:
         q, k, v = (tensor.to(case.torch_dtype) for tensor in activations(device)[layer])
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
+    block_mask, mask = make_masks(case, device)
     return Inputs(
         q=q,
         k=k,
@@ -241,24 +233,16 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         dropout_seed=dropout_seed,
         cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),
         bias=None if case.bias_shape is None else normal(*case.bias_shape),
-        block_mask=make_block_mask(case, device),
-        mask=make_mask_tensor(case, device),
+        block_mask=block_mask,
+        mask=mask,
         tables=masks.tables(case.function, case.H, case.S, generator),
     )
 
 
-def make_block_mask(case: Case, device: torch.device) -> BlockMask | None:
-    """A case's mask if it is a block mask."""
-    if case.mask is None:
-        return masks.mask_pattern(case.function, case.S, device)
-    return None if case.has_mask_tensor else masks.block_mask(case.mask, case.S, case.causal, device)
-
-
-def make_mask_tensor(case: Case, device: torch.device) -> Tensor | None:
-    """A case's mask if it is a tensor of booleans."""
-    if case.mask is None or not case.has_mask_tensor:
-        return None
-    return masks.mask_tensor(case.mask, case.B, case.S, case.keys, device)
+def make_masks(case: Case, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
+    """A case's mask as a block mask, or as a tensor of booleans."""
+    shown = case.shown or masks.Mask(0)
+    return shown.block_mask(device), shown.tensor and shown.tensor(device)
 
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:

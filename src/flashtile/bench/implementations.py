@@ -16,7 +16,7 @@ import flashtile
 from flashtile import patterns
 from flashtile.bench import masks
 from flashtile.bench.base import Implementation, device_memory
-from flashtile.bench.cases import Case, Inputs, cumulative, make_block_mask, make_mask_tensor
+from flashtile.bench.cases import Case, Inputs, cumulative, make_masks
 from flashtile.bench.masks import ScoreMod, Visible
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
     if case.lengths is not None:
         cu_seqlens = torch.empty(case.B + 1, dtype=torch.int32, device="meta")
         arguments |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
-    block_mask, mask = make_block_mask(case, device), make_mask_tensor(case, device)
+    block_mask, mask = make_masks(case, device)
     arguments |= _mask_arguments(block_mask and block_mask.to("meta"), None if mask is None else mask.to("meta"))
     if case.function in masks.SCORES:
         tables = masks.tables(case.function, case.H, case.S, torch.Generator())
@@ -283,14 +283,9 @@ def _block_mask(case: Case, inputs: Inputs) -> FlexBlockMask | None:
     left, right = case.window or (None, None)
     band = patterns.sliding_window(case.S, None, left, 0 if case.causal else right, device=device)
     lists = (inputs.block_mask or band).to_flex()
-    if case.mask is not None and case.segments is None:
-        return lists  # all of its tiles are full
-    if case.function in masks.MASKS:
-        visible = masks.visible(case.function, case.S, device)
-    elif case.segments is None:
-        visible = visible_in_band(case)
-    else:
-        visible = masks.visible_in_documents(case.segments, device, case.causal)
+    if case.shown is not None and case.shown.full:
+        return lists
+    visible = visible_in_band(case) if case.shown is None else case.shown.indices(device)
     blocks = (lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)
     return FlexBlockMask.from_kv_blocks(
         *blocks, lists.BLOCK_SIZE, lambda batch, head, row, column: visible(row, column), (case.S, case.S)

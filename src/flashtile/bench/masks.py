@@ -17,7 +17,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,74 +47,119 @@ def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
     return lengths
 
 
-def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
-    """Lengths of the documents that a mask keeps apart; None for another mask, or none."""
-    if mask is None or not mask.startswith("documents"):
-        return None
-    return tuple(long_tailed_lengths(seq, int(mask.removeprefix("documents"))))
+class Mask(NamedTuple):
+    """What a case shows.
+
+    Attributes:
+        pairs: pairs of one head that are visible over the batch, as far as they count as work.
+        visible: from a device, the function of the indices, as a user of FlexAttention writes it; None for a tensor.
+        pattern: from a device, flashtile's mask; None for a tensor.
+        tensor: from a device, the mask as a tensor of booleans in which every query sees a key; None for another.
+        parts: lengths of the parts that do not see each other.
+        full: of each tile of the pattern all pairs are visible, or none.
+    """
+
+    pairs: float
+    visible: Callable[[torch.device], Visible] | None = None
+    pattern: Callable[[torch.device], BlockMask] | None = None
+    tensor: Callable[[torch.device], Tensor] | None = None
+    parts: tuple[int, ...] | None = None
+    full: bool = False
+
+    def block_mask(self, device: torch.device) -> BlockMask | None:
+        return None if self.pattern is None else _made(self.pattern, device)
+
+    def indices(self, device: torch.device) -> Visible:
+        """The mask as a function of the indices."""
+        assert self.visible is not None
+        return _made(self.visible, device)  # type: ignore[no-any-return]
+
+    def shown(self, rows: range, keys: range, device: torch.device) -> Tensor:
+        """The keys, of some, that some queries see: bool `[rows, keys]`."""
+        q_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        return self.indices(device)(q_index, torch.arange(keys.start, keys.stop, device=device)[None, :])
 
 
-def padded_lengths(batch: int, keys: int) -> list[int]:
-    """How many keys each batch entry has under the mask of padding: all of them, down to a little more than half."""
-    return [keys - keys * entry // (2 * batch) for entry in range(batch)]
-
-
-def visible_in_tensor(mask: str, batch: int, queries: int, keys: int) -> int:
-    """Pairs that a tensor shows over the batch; of random pairs, how many are expected."""
-    if mask == PADDING:
-        return queries * sum(padded_lengths(batch, keys))
-    return round(batch * queries * keys * float(mask.removeprefix("random")))
-
-
-def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Bool `[batch, 1, 1, keys]` of padding, `[1, 1, queries, keys]` of random pairs. Every query sees a key."""
-    if mask == PADDING:
-        lengths = torch.tensor(padded_lengths(batch, keys), device=device)
-        return (torch.arange(keys, device=device) < lengths[:, None])[:, None, None]
-    generator = torch.Generator(device).manual_seed(0)
-    drawn = torch.rand(queries, keys, generator=generator, device=device) < float(mask.removeprefix("random"))
-    drawn[:, 0] = True
-    return drawn[None, None]
-
-
-def parse_tiles(mask: str) -> tuple[int, float]:
-    """Tile and density of a mask of random tiles."""
-    tile, _, density = mask.removeprefix("tiles").partition(":")
-    return int(tile), float(density)
-
-
-def visible_tiles(tiles: int, density: float) -> int:
-    """How many of `tiles · tiles` are visible: those on the diagonal at least."""
-    return max(tiles, round(density * tiles**2))
+@functools.lru_cache(maxsize=4)
+def _made(make: Callable[[torch.device], Any], device: torch.device) -> Any:
+    """What a case's mask makes on a device, where it reads tensors."""
+    return make(device)
 
 
 @functools.cache
-def tile_layout(seq: int, mask: str) -> Tensor:
-    """The tiles that a mask shows, always the same for a name: bool `[tiles, tiles]` on the CPU, all diagonal ones."""
-    tile, density = parse_tiles(mask)
+def find_mask(name: str | None, batch: int, queries: int, keys: int, causal: bool) -> Mask | None:
+    """The mask of a case by the name of its mask or function; None for a function of scores, and without a name."""
+    if name is None or name in SCORES:
+        return None
+    if name in MASKS:
+        return MASKS[name](queries)
+    if name == PADDING or name.startswith("random"):
+        return _tensor_mask(name, batch, queries, keys)
+    if name.startswith("documents"):
+        lengths = tuple(long_tailed_lengths(queries, int(name.removeprefix("documents"))))
+        return _separate(lengths, batch * sum(n**2 for n in lengths) / (2 if causal else 1), causal)
+    assert queries == keys, "tiles are of as many queries as keys"
+    return _random_tiles(name, batch, queries)
+
+
+def _tensor_mask(name: str, batch: int, queries: int, keys: int) -> Mask:
+    """Padding, of `[batch, 1, 1, keys]`: all keys of the first entry are visible, a little more than half of the last.
+    Or random pairs, `[1, 1, queries, keys]`."""
+    lengths = [keys - keys * entry // (2 * batch) for entry in range(batch)]
+
+    def padding(device: torch.device) -> Tensor:
+        return (torch.arange(keys, device=device) < torch.tensor(lengths, device=device)[:, None])[:, None, None]
+
+    if name == PADDING:
+        return Mask(queries * sum(lengths), tensor=padding)
+    share = float(name.removeprefix("random"))
+
+    def drawn(device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(0)
+        found = torch.rand(queries, keys, generator=generator, device=device) < share
+        found[:, 0] = True
+        return found[None, None]
+
+    return Mask(round(batch * queries * keys * share), tensor=drawn)  # as many are expected
+
+
+def _random_tiles(name: str, batch: int, seq: int) -> Mask:
+    tile, density = int(name.removeprefix("tiles").partition(":")[0]), float(name.partition(":")[2])
     tiles = seq // tile
+    assert seq % tile == 0, "tiles are whole"
+    count = max(tiles, round(density * tiles**2))  # those on the diagonal at least
+
+    def pattern(device: torch.device) -> BlockMask:
+        return BlockMask.from_layout(tile_layout(tiles, count).to(device), (tile, tile), seq, seq)
+
+    def visible(device: torch.device) -> Visible:
+        layout = tile_layout(tiles, count).to(device)
+        return lambda q_index, k_index: layout[q_index // tile, k_index // tile]
+
+    return Mask(batch * count * tile**2, visible, pattern, full=True)
+
+
+@functools.cache
+def tile_layout(tiles: int, count: int) -> Tensor:
+    """Visible tiles, always the same, all diagonal ones among them: bool `[tiles, tiles]` on the CPU."""
     aside = [cell for cell in range(tiles**2) if cell % (tiles + 1)]
-    drawn = random.Random(0).sample(aside, visible_tiles(tiles, density) - tiles)
+    drawn = random.Random(0).sample(aside, count - tiles)
     layout = torch.eye(tiles, dtype=torch.bool, device="cpu")
     layout.view(-1)[torch.tensor(drawn, dtype=torch.long, device="cpu")] = True
     return layout
 
 
-def tile_rows(seq: int, mask: str, rows: range, device: torch.device) -> Tensor:
-    """The keys that some queries see of random tiles: bool `[rows, seq]`."""
-    tile, _ = parse_tiles(mask)
-    by_row = torch.arange(rows.start, rows.stop, device="cpu") // tile
-    return tile_layout(seq, mask)[by_row].to(device).repeat_interleave(tile, dim=1)
+def _separate(lengths: tuple[int, ...], pairs: float, causal: bool) -> Mask:
+    """Each token sees the tokens of its own document; if causal, those before it alone."""
 
+    def visible(device: torch.device) -> Visible:
+        document = torch.repeat_interleave(torch.tensor(lengths, device=device)).int()
+        if not causal:
+            return lambda q_index, k_index: document[q_index] == document[k_index]
+        return lambda q_index, k_index: (k_index <= q_index) & (document[q_index] == document[k_index])
 
-@functools.lru_cache(maxsize=2)
-def block_mask(mask: str, seq: int, causal: bool, device: torch.device) -> BlockMask:
-    """The mask as flashtile takes it, `causal` included."""
-    lengths = document_lengths(mask, seq)
-    if lengths is not None:
-        return patterns.documents(lengths=lengths, causal=causal, device=device)
-    tile, _ = parse_tiles(mask)
-    return BlockMask.from_layout(tile_layout(seq, mask).to(device), (tile, tile), seq, seq)
+    make = functools.partial(patterns.documents, lengths=lengths, causal=causal)
+    return Mask(pairs, visible, lambda device: make(device=device), parts=lengths)
 
 
 class ScoreFunction(NamedTuple):
@@ -129,17 +174,6 @@ class ScoreFunction(NamedTuple):
     tables: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
     make: Callable[[Tables, int], ScoreMod]
     learned: bool = False
-
-
-class MaskFunction(NamedTuple):
-    """A function of the indices, for sequences of one length. `pattern`: flashtile's mask, on a device. `visible`: the
-    function that a user of FlexAttention writes, on a device where it reads tensors. `pairs`: how many pairs are
-    visible. `parts`: lengths of the parts that do not see each other."""
-
-    pattern: Callable[[torch.device], BlockMask]
-    visible: Callable[[torch.device], Visible]
-    pairs: int
-    parts: tuple[int, ...] | None = None
 
 
 def _relative(tables: Tables, seq: int) -> ScoreMod:
@@ -191,48 +225,35 @@ def packed_lengths(seq: int) -> tuple[int, ...]:
     return tuple(long_tailed_lengths(seq, min(768, seq // 8)))
 
 
-def visible_in_documents(lengths: Sequence[int], device: torch.device, causal: bool = True) -> Visible:
-    """Each token the tokens of its own document; causal, those before it alone."""
-    document = torch.repeat_interleave(torch.tensor(lengths, device=device)).int()
-    if not causal:
-        return lambda q_index, k_index: document[q_index] == document[k_index]
-    return lambda q_index, k_index: (k_index <= q_index) & (document[q_index] == document[k_index])
-
-
 def window_left(seq: int) -> int:
     """Keys before the query: 1,024 keys in all of 8,192 tokens."""
     return seq // 8 - 1
 
 
-def _documents(seq: int) -> MaskFunction:
+def _documents(seq: int) -> Mask:
     lengths = packed_lengths(seq)
-    return MaskFunction(
-        lambda device: patterns.documents(lengths=lengths, causal=True, device=device),
-        lambda device: visible_in_documents(lengths, device),
-        sum(n * (n + 1) // 2 for n in lengths),
-        lengths,
-    )
+    return _separate(lengths, sum(n * (n + 1) // 2 for n in lengths), causal=True)
 
 
-def _window(seq: int) -> MaskFunction:
+def _window(seq: int) -> Mask:
     left = window_left(seq)
-    return MaskFunction(
-        lambda device: patterns.sliding_window(seq, left=left, right=0, device=device),
-        lambda device: lambda q_index, k_index: (k_index <= q_index) & (q_index - k_index <= left),
+    return Mask(
         sum(min(row, left) + 1 for row in range(seq)),
+        lambda device: lambda q_index, k_index: (k_index <= q_index) & (q_index - k_index <= left),
+        lambda device: patterns.sliding_window(seq, left=left, right=0, device=device),
     )
 
 
-def _prefix_lm(seq: int) -> MaskFunction:
+def _prefix_lm(seq: int) -> Mask:
     prefix = seq // 4
-    return MaskFunction(
-        lambda device: patterns.prefix_lm(seq, prefix, device=device),
-        lambda device: lambda q_index, k_index: (k_index <= q_index) | (k_index < prefix),
+    return Mask(
         sum(max(row + 1, prefix) for row in range(seq)),
+        lambda device: lambda q_index, k_index: (k_index <= q_index) | (k_index < prefix),
+        lambda device: patterns.prefix_lm(seq, prefix, device=device),
     )
 
 
-def _dilated(seq: int) -> MaskFunction:
+def _dilated(seq: int) -> Mask:
     """One key in four: 512 before the query in 8,192 tokens."""
     left = seq // 16
 
@@ -240,14 +261,14 @@ def _dilated(seq: int) -> MaskFunction:
         back = q_index - k_index
         return (back >= 0) & (back <= left * _DILATION) & (back % _DILATION == 0)
 
-    return MaskFunction(
-        lambda device: patterns.dilated(seq, left, 0, _DILATION, device=device),
-        lambda device: visible,
+    return Mask(
         sum(min(row // _DILATION, left) + 1 for row in range(seq)),
+        lambda device: visible,
+        lambda device: patterns.dilated(seq, left, 0, _DILATION, device=device),
     )
 
 
-def _neighborhood(seq: int) -> MaskFunction:
+def _neighborhood(seq: int) -> Mask:
     """A picture of a power of two of tokens: 64 × 128 and a window of 13 × 13 in 8,192 tokens."""
     width = 2 ** (seq.bit_length() // 2)
     height = seq // width
@@ -260,14 +281,14 @@ def _neighborhood(seq: int) -> MaskFunction:
         near_row = torch.abs(k_index // width - middle_row) <= reach
         return near_row & (torch.abs(k_index % width - middle_column) <= reach)
 
-    return MaskFunction(
-        lambda device: patterns.neighborhood((height, width), kernel, device=device),
-        lambda device: visible,
+    return Mask(
         height * width * kernel**2,
+        lambda device: visible,
+        lambda device: patterns.neighborhood((height, width), kernel, device=device),
     )
 
 
-def _tree(seq: int) -> MaskFunction:
+def _tree(seq: int) -> Mask:
     """Prompts with eight answers each, of up to 8,192 tokens together. Children stand right behind their parent, so a
     token is seen up to the end of the last segment below it."""
     group = min(seq, 8192)
@@ -285,7 +306,7 @@ def _tree(seq: int) -> MaskFunction:
 
     inner = prompt * (prompt + 1) // 2 + _ANSWERS * (answer * (answer + 1) // 2 + answer * prompt)
     pattern = functools.partial(patterns.tree, lengths, parents)
-    return MaskFunction(lambda device: pattern(device=device), visible, trees * inner, (group,) * trees)
+    return Mask(trees * inner, visible, lambda device: pattern(device=device), parts=(group,) * trees)
 
 
 def _ends(start: int, answer: int) -> range:
@@ -293,28 +314,13 @@ def _ends(start: int, answer: int) -> range:
     return range(start + answer, start + _ANSWERS * answer + 1, answer)
 
 
-#: Name -> from seq, the function.
-MASKS: dict[str, Callable[[int], MaskFunction]] = {
-    name: functools.cache(make)
-    for name, make in (
-        ("documents", _documents), ("window", _window), ("prefix-lm", _prefix_lm), ("dilated", _dilated),
-        ("neighborhood", _neighborhood), ("tree", _tree),
-    )
+#: Name of a function -> from seq, the mask.
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "documents": _documents, "window": _window, "prefix-lm": _prefix_lm, "dilated": _dilated,
+    "neighborhood": _neighborhood, "tree": _tree,
 }  # fmt: skip
 #: Those in which no query sees a later key.
 CAUSAL = ("documents", "window", "dilated", "tree")
-
-
-@functools.lru_cache(maxsize=2)
-def mask_pattern(name: str | None, seq: int, device: torch.device) -> BlockMask | None:
-    """The mask as flashtile takes it; None for a function of scores, and without a function."""
-    return MASKS[name](seq).pattern(device) if name in MASKS else None
-
-
-@functools.lru_cache(maxsize=2)
-def visible(name: str, seq: int, device: torch.device) -> Visible:
-    """The mask as a function of the indices."""
-    return MASKS[name](seq).visible(device)
 
 
 def tables(name: str | None, heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -325,9 +331,3 @@ def tables(name: str | None, heads: int, seq: int, generator: torch.Generator) -
 def learns(name: str | None) -> bool:
     """Whether the backward has gradients of the tables."""
     return name in SCORES and SCORES[name].learned
-
-
-def shown(name: str, seq: int, rows: range, keys: range, device: torch.device) -> Tensor:
-    """The keys, of some, that some queries see: bool `[rows, keys]`, from the function of the indices."""
-    q_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    return visible(name, seq, device)(q_index, torch.arange(keys.start, keys.stop, device=device)[None, :])

@@ -21,7 +21,6 @@ import flashtile
 from flashtile.bench import base, masks
 from flashtile.bench.base import Implementation, Tensors, Verdict, Way, judge, spread
 from flashtile.bench.cases import Case, Inputs, make_inputs
-from flashtile.bench.masks import tile_rows
 from flashtile.bench.timing import HostTimer
 from flashtile.bench.values import NORMAL
 
@@ -196,13 +195,10 @@ def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _shown(case: Case, rows: slice, keys: slice, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """The keys that some queries see: made from the layout of tiles, or by evaluating a function of the indices.
-    Documents are computed one by one instead."""
+    """The keys that some queries see, by the tensor or by the function of the indices; None where causal and window
+    tell."""
     if mask is not None:
         return mask if mask.shape[2] == 1 else mask[:, :, rows]
-    if case.function in masks.MASKS:
-        q_index, k_index = (range(part.start, part.stop) for part in (rows, keys))
-        return masks.shown(case.function, case.S, q_index, k_index, device)[None, None]
-    if case.mask is None or not case.mask_shows_tiles:
+    if case.shown is None:
         return None
-    return tile_rows(case.S, case.mask, range(rows.start, rows.stop), device)[None, None]
+    return case.shown.shown(*(range(part.start, part.stop) for part in (rows, keys)), device)[None, None]
