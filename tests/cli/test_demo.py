@@ -18,10 +18,10 @@ from rich.console import Console
 
 import flashtile
 from flashtile.bench.start import UserError
-from flashtile.cli.demo import command, isolation, plan, scaling, training
-from flashtile.cli.demo.command import Options, run_demo
+from flashtile.cli.demo import Options, command, isolation, plan, scaling, training
+from flashtile.cli.demo.command import run_demo
 from flashtile.cli.demo.isolation import PieceFailedError, run_piece
-from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
+from flashtile.cli.demo.results import Results, draw_scaling, scaling_table, training_table, verdict
 from flashtile.cli.demo.scaling import Point
 from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
 from support.distributed.processes import forking
@@ -102,8 +102,6 @@ def test_demo_writes_everything_and_agrees(book, tmp_path):
 def test_a_call_that_took_no_new_memory_is_drawn(tmp_path):
     """The process may have had enough of it already; then there is no ratio."""
     pytest.importorskip("matplotlib")
-    from flashtile.cli.demo.plot import draw_scaling
-
     draw_scaling(results(points=[Point("flashtile", 64, 2.0, 0), Point("plain", 64, 5.0, 2**20)]), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -14,6 +14,7 @@ from flashtile.cli.bench_app import bench
 from flashtile.cli.call import Call
 from flashtile.cli.calls_to_tune import Calls
 from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
+from flashtile.cli.demo import Options
 
 if TYPE_CHECKING:
     from flashtile.bench.cases import Case
@@ -46,21 +47,12 @@ def options(
 
 @app.command()
 @ends
+@takes(Options)
 def demo(
-    text_file: Annotated[
-        Path | None, typer.Argument(help="Any file to learn from, text or not. Default: Python's own help texts.")
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables, figures and pictures.")] = Path(
-        "demo-output"
-    ),
+    options: Options,
     seconds: Annotated[
         float | None,
         typer.Option(min=10, max=86_400, help="Time for the whole run; default 85 on a CPU, 110 on a GPU."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Training steps; default: what time allows.")] = None,
-    pictures: Annotated[
-        bool | None,
-        typer.Option("--pictures/--no-pictures", help="Draw the PNGs; default: where matplotlib is installed."),
     ] = None,
 ) -> bool:
     """Train a small GPT on flashtile and on plain attention, and compare losses, speed and memory.
@@ -69,12 +61,12 @@ def demo(
     """
 
     from flashtile.bench.commands import default_device
-    from flashtile.cli.demo.command import Options, run_demo
+    from flashtile.cli.demo.command import run_demo
     from flashtile.cli.demo.plan import make_plan
 
     device = default_device()
     plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))
-    return run_demo(Options(text_file, output, steps, pictures), plan, make_console())
+    return run_demo(options, plan, make_console())
 
 
 @app.command()

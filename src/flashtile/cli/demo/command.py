@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashtile.bench.start import UserError, how_to_install, installed
 from flashtile.cli.console import print_table, print_text
+from flashtile.cli.demo import Options
 from flashtile.cli.demo.isolation import run_piece
 from flashtile.cli.demo.plan import Plan
 from flashtile.cli.demo.results import (
     OURS,
     PLAIN,
     Results,
+    draw_losses,
+    draw_scaling,
     scaling_table,
     training_table,
     verdict,
@@ -39,18 +42,6 @@ _PILOT_STEPS = 5
 _TRAINING_SHARE, _TRAINED_SHARE, _MEASURED_SHARE = 0.55, 0.75, 0.93
 
 ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plain_attention}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The choices of the user. `text_file`: None for Python's own help texts. `output`: folder for the results.
-    `steps`: training steps; None to fit the time. `pictures`: draw them; None to draw them where matplotlib is
-    installed."""
-
-    text_file: Path | None
-    output: Path
-    steps: int | None = None
-    pictures: bool | None = None
 
 
 def run_demo(
@@ -160,10 +151,8 @@ def _measure(
 def _write(results: Results, folder: Path, draw: bool) -> None:
     pictures = []
     if draw:
-        from flashtile.cli.demo import plot
-
-        plot.draw_scaling(results, folder / "attention.png")
-        plot.draw_losses(results, folder / "losses.png")
+        draw_scaling(results, folder / "attention.png")
+        draw_losses(results, folder / "losses.png")
         pictures = ["attention.png", "losses.png"]
     write_json(results, folder / "results.json")
     write_markdown(results, folder / "report.md", pictures)

@@ -1,12 +1,14 @@
-"""The results of a demo run: as JSON, as a table, as a page in Markdown."""
+"""The results of a demo run: as JSON, as tables, as a page in Markdown, as pictures."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flashtile.bench.html.drawing import LineChart, Series, save_picture
 from flashtile.bench.record import commit, machine, versions
 from flashtile.bench.report import Table
 from flashtile.cli.demo.plan import Plan
@@ -14,6 +16,8 @@ from flashtile.cli.demo.scaling import Point
 from flashtile.cli.demo.training import Comparison, Training
 
 OURS, PLAIN = "flashtile", "plain"
+#: Names of the attentions, as in records.
+_NAMES = {OURS: "flashtile-auto", PLAIN: "plain"}
 
 
 @dataclass(frozen=True)
@@ -127,3 +131,39 @@ def mebibytes(count: int) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%"
+
+
+def draw_scaling(results: Results, path: Path) -> None:
+    """Memory and time of attention against the sequence length, side by side."""
+
+    def chart(title: str, unit: str, value: Callable[[Point], float]) -> LineChart:
+        series = (
+            Series(name, tuple((p.length, value(p)) for p in results.points if p.implementation == implementation))
+            for implementation, name in _NAMES.items()
+        )
+        return LineChart(title, tuple(series), "sequence length (tokens)", unit, logarithmic=True)
+
+    memory = chart("Memory", "peak memory beyond the inputs (MiB)", lambda point: point.peak_bytes / 2**20)
+    time = chart("Time", "forward and backward (ms)", lambda point: point.ms)
+    dtype = str(results.plan.attention_dtype).removeprefix("torch.")
+    title = f"Causal attention, batch 1, {results.plan.heads} heads of 64, {dtype}: {device_name(results)}"
+    save_picture([memory, time], title, path)
+
+
+def draw_losses(results: Results, path: Path) -> None:
+    """The two loss curves, and beside them their difference with the tolerance."""
+    losses = {name: results.trainings[implementation].losses for implementation, name in _NAMES.items()}
+    series = (Series(name, tuple(enumerate(values, 1))) for name, values in losses.items())
+    curves = LineChart("Losses", tuple(series), "step", "loss (nats per byte)", steps=True)
+    # A logarithmic axis has no zero: equal losses are drawn at the smallest difference that float32 can show.
+    apart = tuple(max(abs(ours - plain), 1e-8) for ours, plain in zip(*losses.values()))
+    difference = LineChart(
+        "Difference, and what is allowed", (Series("difference", tuple(enumerate(apart, 1))),), "step",
+        "|difference| (nats)", logarithmic=True, level=results.plan.tolerance, steps=True,
+    )  # fmt: skip
+    save_picture([curves, difference], "The same training on flashtile and on plain attention", path)
+
+
+def device_name(results: Results) -> str:
+    facts = machine(results.plan.device)
+    return facts.get("gpu") or f"{facts['cpu']}, {facts['torch_threads']} threads"
