@@ -187,8 +187,8 @@ def test_the_verdict_is_our_fastest_beside_the_fastest_peer():
     assert verdict(verdict_table(rows[:3])) == "No call has both a speed of ours and one of a peer."
 
 
-@pytest.mark.parametrize("gpu, arch", [("NVIDIA H200", "sm_90"), ("NVIDIA GeForce RTX 4090", "sm_89")])
-def test_a_record_of_every_case_becomes_a_page(gpu, arch, tmp_path):
+def test_a_record_of_every_case_becomes_a_page(tmp_path):
+    gpu = "NVIDIA GeForce RTX 4090"
     cases = [case for part in card_cases(CUDA).values() for case in part]
     rows = [
         make_row(case.op, phase, impl, case.record(), ms=ms, tflops=2.0, gbps=3.0)
@@ -196,7 +196,7 @@ def test_a_record_of_every_case_becomes_a_page(gpu, arch, tmp_path):
         for phase in ("fwd", "bwd")
         for impl, ms in (("flashtile-hopper", 1.0), ("flashtile-triton", 2.0), ("sdpa-flash", 3.0))
     ]
-    made = {"machine": {"gpu": gpu, "gpu_capability": arch}, "versions": {}, "commit": "c" * 12, "rows": rows}
+    made = {"machine": {"gpu": gpu, "gpu_capability": "sm_89"}, "versions": {}, "commit": "c" * 12, "rows": rows}
     record.write_record(public(made, [], []), tmp_path / "card.json")
     written = write_report([tmp_path / "card.json"], tmp_path / "page.html")
     assert written.tables > 3 and gpu in (tmp_path / "page.html").read_text("utf-8")

@@ -237,9 +237,7 @@ def test_a_large_plain_computation_is_refused_before_it_starts():
 
 
 def test_selecting_implementations():
-    names = [
-        implementation.name for implementation in select_implementations(IMPLEMENTATIONS, [], torch.device("cuda"))
-    ]
+    names = [each.name for each in select_implementations(IMPLEMENTATIONS, [], torch.device("cuda"))]
     assert names[:2] == ["flashtile-hopper", "flashtile-triton"] and {"fa4", "torch-varlen"} <= set(names)
     with pytest.raises(ValueError, match=r"--impl: no fa4 on cpu; there are: .*flashtile-cpu"):
         select_implementations(IMPLEMENTATIONS, ["fa4"], CPU)

@@ -72,7 +72,7 @@ class Mask(NamedTuple):
     def indices(self, device: torch.device) -> Visible:
         """The mask as a function of the indices."""
         assert self.visible is not None
-        return _made(self.visible, device)  # type: ignore[no-any-return]
+        return _made(self.visible, device)
 
     def shown(self, rows: range, keys: range, device: torch.device) -> Tensor:
         """The keys, of some, that some queries see: bool `[rows, keys]`."""

@@ -201,4 +201,5 @@ def _shown(case: Case, rows: slice, keys: slice, mask: Tensor | None, device: to
         return mask if mask.shape[2] == 1 else mask[:, :, rows]
     if case.shown is None:
         return None
-    return case.shown.shown(*(range(part.start, part.stop) for part in (rows, keys)), device)[None, None]
+    q_index, k_index = (range(part.start, part.stop) for part in (rows, keys))
+    return case.shown.shown(q_index, k_index, device)[None, None]
