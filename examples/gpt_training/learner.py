@@ -68,9 +68,7 @@ def model_config(options: Options, vocabulary: int) -> GPTConfig:
         OptionError: no model has such sizes.
     """
     given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
-    dropout: dict[str, Any] = dict.fromkeys(
-        ("embedding_dropout", "attention_dropout", "residual_dropout"), options.dropout
-    )
+    dropout: dict[str, Any] = dict.fromkeys(_DROPOUTS, options.dropout)
     try:
         config = replace(
             MODELS[options.model], vocabulary=vocabulary, fused_loss=options.fused_loss, **dropout, **given

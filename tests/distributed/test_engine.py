@@ -111,14 +111,14 @@ def simulate(case: AttentionCase, ranks: int, strategy: str) -> dict[str, Tensor
 @pytest.mark.parametrize("strategy, dtype", [("ring", torch.bfloat16), ("all_gather", torch.float32)], ids=str)
 def test_the_error_does_not_grow_with_the_number_of_ranks(strategy, dtype):
     case = AttentionCase(
-        seq_q=512, seq_k=512, batch=1, heads=2, heads_kv=1, head_dim=16, head_dim_v=16, dtype=dtype,
+        seq_q=256, seq_k=256, batch=1, heads=2, heads_kv=1, head_dim=16, head_dim_v=16, dtype=dtype,
         arguments={"causal": True},
     )  # fmt: skip
     inputs = make_inputs(case)
     oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
     cancelled = cancelled_sizes(case, inputs, oracle)
     errors = {}
-    for ranks in (2, 8, 32):
+    for ranks in (2, 32):
         found = simulate(case, ranks, strategy)
         for name, value in found.items():
             assert_close(f"{ranks} ranks: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))

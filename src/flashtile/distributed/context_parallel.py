@@ -215,12 +215,11 @@ def context_parallel_attention(
     problem = make_problem((length_q, length_k), ring, layout, band, documents, positional)
     wide = wide_dtype(q.dtype)
     exchange: Exchange = places.groups[0] if strategy != "all_to_all" else Alone()
-    heads = q.shape[-2]
+    settings["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(
-        make_schedule(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band,
-        key_lengths=key_lengths, dropout_seed=dropout_seed, mask=mask, head=0, heads=heads, row_sharded=row_sharded,
-        longest=longest, max_scores=return_max_scores, block_mask=block_mask,
-        score_mod=function and function._replace(captured=()),
+        make_schedule(strategy, problem), exchange, settings, band, key_lengths=key_lengths, dropout_seed=dropout_seed,
+        mask=mask, head=0, heads=q.shape[-2], row_sharded=row_sharded, longest=longest, max_scores=return_max_scores,
+        block_mask=block_mask, score_mod=function and function._replace(captured=()),
     )  # fmt: skip
     statistics: list[Any] = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
@@ -287,10 +286,6 @@ def _described_function(function: flashtile.ScoreFunction | None) -> tuple[Any, 
     grad = torch.is_grad_enabled()
     kinds = tuple((tuple(t.shape), str(t.dtype), t.requires_grad and grad) for t in function.captured)
     return function.program, kinds
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    return head_dim**-0.5 if scale is None else scale
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

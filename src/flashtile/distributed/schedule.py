@@ -373,13 +373,12 @@ def _joined(calls: Sequence[Work]) -> list[Work]:
     """Calls in which all is visible, put together where they make up a larger rectangle."""
     found: list[Work] = []
     for call in calls:
-        place = next((n for n, other in enumerate(found) if _join(other, call) is not None), None)
-        if place is None:
-            found.append(call)
+        for place, other in enumerate(found):
+            if (joined := _join(other, call)) is not None:
+                found = _joined([*found[:place], *found[place + 1 :], joined])
+                break
         else:
-            joined = _join(found.pop(place), call)
-            assert joined is not None
-            found = _joined([*found, joined])
+            found.append(call)
     return found
 
 
