@@ -78,21 +78,12 @@ def record(output: Path, arguments: list[str]) -> int:
         environment = {
             **os.environ,
             _FOLDER: folder,
-            "PYTHONPATH": os.pathsep.join(_search_path()),
+            "PYTHONPATH": os.pathsep.join([str(_ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "TRITON_DISABLE_LINE_INFO": "1",
         }
         where = [] if any(a.startswith("tests") for a in arguments) else sorted(map(str, _tests()))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "machine_code_hashes",
-            "--compile-all",
-            *where,
-            *arguments,
-        ]
+        pytest = "-m pytest -q -p machine_code_hashes --compile-all"
+        command = [sys.executable, *pytest.split(), *where, *arguments]
         status = subprocess.run(command, cwd=_ROOT, env=environment, check=False).returncode
         lines = {line for file in Path(folder).iterdir() for line in file.read_text("utf-8").splitlines()}
     if status:
@@ -105,11 +96,6 @@ def record(output: Path, arguments: list[str]) -> int:
 def _tests() -> list[Path]:
     """Every file of tests that check machine code."""
     return [path for path in _ROOT.glob("tests/ops/**/test_*.py") if _CHECK in path.read_text("utf-8")]
-
-
-def _search_path() -> list[str]:
-    given = os.environ.get("PYTHONPATH")
-    return [str(_ROOT / "tools"), *([given] if given else [])]
 
 
 def compare(before: Path, after: Path) -> int:

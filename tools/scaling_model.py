@@ -8,6 +8,7 @@ python tools/scaling_model.py --record benchmarks/results/h200x4-context-paralle
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,14 +24,28 @@ def table(machine: Machine, ranks: tuple[int, ...], load: Load) -> Iterator[str]
     """Efficiency of forward and backward: a line for each number of GPUs and length, `-` where heads do not divide."""
     yield "| GPUs | length | " + " | ".join(_STRATEGIES) + " | best |"
     yield "| --- | --- |" + " --- |" * (len(_STRATEGIES) + 1)
-    for count in ranks:
-        for length in _LENGTHS:
-            if length // count < 128:
-                continue
+    for count, length, found, best in _efficiencies(machine, ranks, load):
+        cells = ["-" if value is None else f"{value:.2f}" for value in found.values()]
+        yield f"| {count:,} | {length // 1024:,}k | " + " | ".join(cells) + f" | {best} |"
+
+
+def winners(machine: Machine, ranks: tuple[int, ...], load: Load) -> Iterator[str]:
+    """From which length on a strategy is the best, until the next one is."""
+    last = None
+    for count, length, found, best in _efficiencies(machine, ranks, load):
+        if (count, best) != last:
+            yield f"{count:>5,} GPUs, from {length // 1024:,}k: {best} ({found[best] or 0.0:.2f})"
+        last = count, best
+
+
+def _efficiencies(
+    machine: Machine, ranks: tuple[int, ...], load: Load
+) -> Iterator[tuple[int, int, dict[str, float | None], str]]:
+    """For each number of GPUs and length the efficiency of each strategy, None where heads do not divide; the best."""
+    for count, length in itertools.product(ranks, _LENGTHS):
+        if length // count >= 128:
             found = {name: _efficiency(name, replace(load, length=length), count, machine) for name in _STRATEGIES}
-            cells = ["-" if value is None else f"{value:.2f}" for value in found.values()]
-            best = max(found, key=lambda name: found[name] or 0.0)
-            yield f"| {count:,} | {length // 1024:,}k | " + " | ".join(cells) + f" | {best} |"
+            yield count, length, found, max(found, key=lambda name: found[name] or 0.0)
 
 
 def _efficiency(strategy: str, load: Load, ranks: int, machine: Machine) -> float | None:
@@ -39,21 +54,6 @@ def _efficiency(strategy: str, load: Load, ranks: int, machine: Machine) -> floa
         return efficiency(cost(strategy, load, ranks, machine, inner=inner), load, ranks, machine)
     except ValueError:
         return None
-
-
-def winners(machine: Machine, ranks: tuple[int, ...], load: Load) -> Iterator[str]:
-    """From which length on a strategy is the best, until the next one is."""
-    for count in ranks:
-        last = ""
-        for length in _LENGTHS:
-            if length // count < 128:
-                continue
-            here = replace(load, length=length)
-            found = {name: _efficiency(name, here, count, machine) or 0.0 for name in _STRATEGIES}
-            best = max(found, key=lambda name: found[name])
-            if best != last:
-                yield f"{count:>5,} GPUs, from {length // 1024:,}k: {best} ({found[best]:.2f})"
-            last = best
 
 
 def compared(record: Path, machine: Machine) -> Iterator[str]:

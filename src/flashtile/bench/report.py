@@ -108,12 +108,12 @@ def mean_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _mean_table(name: str, rows: Sequence[Row]) -> Table:
-    lines = []
+    lines, phases = [], list(dict.fromkeys(row["phase"] for row in rows))
     for against in ("best peer", *peers(rows)):
         found = ratios_to_best(rows) if against == "best peer" else ratios_to_peer(rows, against)
         for ours, of_ours in grouped(found, lambda ratio: ratio.ours).items():
             by_phase = grouped(of_ours, lambda ratio: ratio.phase)
-            for phase in sorted(by_phase, key=_phases(rows).index):
+            for phase in sorted(by_phase, key=phases.index):
                 lowest = min(by_phase[phase], key=lambda ratio: ratio.value)
                 figures = summary([ratio.value for ratio in by_phase[phase]])
                 lines.append([f"{ours} / {against}", phase, *figures, lowest.peer, case_name(vars(lowest))])
@@ -215,10 +215,6 @@ def _copy_share(row: Row, copies: list[Row]) -> str:
 def _moved(row: Row) -> float:
     """Bytes, of a row with a speed."""
     return row["gbps"] * row["ms"] * 1e6
-
-
-def _phases(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["phase"] for row in rows))
 
 
 def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:

@@ -31,11 +31,6 @@ from flashtile.cli.console import make_console, print_table, print_text
 _RESULTS = ("/ best", "here / there")
 
 
-def describe(command: str) -> str:
-    """The cases and implementations of a command."""
-    return commands.describe(command, commands.default_device())
-
-
 def measure(
     console: Console,
     command: str,

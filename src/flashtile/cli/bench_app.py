@@ -213,11 +213,12 @@ def _measure(
 
     if choice.get("quick"):
         wait_without_spinning()
-    from flashtile.cli import bench as module
+    from flashtile.bench import commands
+    from flashtile.cli.bench import measure
 
     console = make_console()
     if show:
-        console.print(module.describe(command), markup=False)
+        console.print(commands.describe(command, commands.default_device()), markup=False)
         return True
-    module.measure(console, command, choice, output, compare, against)
+    measure(console, command, choice, output, compare, against)
     return True
