@@ -405,8 +405,7 @@ def test_host_time_has_three_phases_and_reports_failures():
     assert [row["phase"] for row in rows] == ["fwd-nograd", "fwd", "fwd+bwd"] * 2
     assert all(row["ms"] > 0 and row["tflops"] is None and "timer" not in row for row in rows[:3])
     assert all(row["ms"] is None and row["why"] == "RuntimeError: no" for row in rows[3:])
-    options = {"impl": ["sdpa-flash"], "quick": True}
-    assert measure("host-time", options)["rows"][0]["op"] == "attention-host"
+    assert {row["op"] for row in rows} == {"attention-host"}
 
 
 def test_host_time_is_that_of_one_call(monkeypatch):
