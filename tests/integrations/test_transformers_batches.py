@@ -1,5 +1,6 @@
 """Continuous batching of transformers: requests of different lengths, token for token those of eager attention."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ def batched(name: str, attention: str, blocks: int = 0, device: str = "cpu", **m
     return [found[request].generated_tokens for request in sorted(found, key=lambda name: int(name.split("_")[1]))]
 
 
+@functools.cache
 def one_by_one(name: str, device: str = "cpu") -> list[list[int]]:
     """The same by eager attention, whose own form for batches leaves out soft caps."""
     model, found = build(LANGUAGE[name], "eager").to(device), []
@@ -64,23 +66,18 @@ def test_requests_are_those_of_eager(name, calls):
     assert set(calls) == {"attention_varlen"}
 
 
-@pytest.mark.parametrize("attention", ["paged|eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name, attention", [("llama", "paged|eager"), ("mistral", "sdpa")])
 def test_requests_are_those_of_transformers_own_batches(name, attention):
     assert batched(name, "flashtile", 4) == batched(name, attention)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("blocks", [4, None], ids=str)
-def test_steps_of_decoding_read_pages(blocks, padded, calls, monkeypatch):
+@pytest.mark.parametrize("padded, blocks, page", [(False, 4, 16), (True, 4, 8), (False, None, 8), (True, None, 16)])
+def test_steps_of_decoding_read_pages(padded, blocks, page, calls, monkeypatch):
     if padded:  # as for CUDA graphs: three requests fill up to four
         runner = transformers.generation.continuous_batching.model_runner.ModelRunner
         monkeypatch.setattr(runner, "pad_inputs", property(lambda self: True, lambda self, pads: None), raising=False)
-    actual = batched("llama", "flashtile", blocks, max_requests_per_batch=4)
-    assert actual == one_by_one("llama")
-    assert set(calls) == {"attention_varlen", "attention_with_kv_cache"}
-    calls.clear()
-    assert batched("llama", "flashtile", 4, page_size=8) == actual
+    found = batched("llama", "flashtile", blocks, max_requests_per_batch=4, page_size=page)
+    assert found == one_by_one("llama")
     assert set(calls) == {"attention_varlen", "attention_with_kv_cache"}
 
 
