@@ -154,7 +154,7 @@ def test_operations_on_a_gpu(name):
 
 
 #: Functions whose tables are read by both indices, one of them, the head alone and none.
-WITH_GRADIENTS = ("tables", "narrow", "buckets", "few", "constant")
+WITH_GRADIENTS = ("tables", "few")
 
 
 @pytest.fixture
