@@ -414,17 +414,6 @@ def test_parts_hold_what_is_visible(seq_q, seq_k, keys, right, left, top_left, m
     assert torch.equal(found, expected.long())
 
 
-def test_rows_past_the_last_sequence(small_tiles):
-    q, k, v = (torch.randn(60, 2, 16, requires_grad=True) for _ in range(3))
-    cu_seqlens = torch.tensor([0, 20, 45], dtype=torch.int32)
-    out, lse = flashtile.attention_varlen(q, k, v, cu_seqlens, return_lse=True, backend="cpu")
-    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
-    assert (out[45:] == 0).all()
-    assert lse[:, 45:].isneginf().all()
-    assert all((grad[45:] == 0).all() for grad in grads)
-    assert all((grad[:45] != 0).any() for grad in grads)
-
-
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -541,12 +530,12 @@ def test_empty_tiles_of_a_block_mask_are_not_computed(density, side, monkeypatch
     """Where few are shown, here and there, the tiles are small."""
     made, score_tile = [], tiles.score_tile
     monkeypatch.setattr(tiles, "score_tile", lambda keys, q, *rest: made.append(q.shape) or score_tile(keys, q, *rest))
-    q = torch.randn(1, 1024, 1, 16)
+    q = torch.randn(1, 1024, 1, 16, requires_grad=True)
     layout = torch.zeros(8, 8, dtype=torch.bool)
     layout[::2, ::2] = True
     block_mask = flashtile.BlockMask.from_layout(layout if density < 1 else layout | True, (128, 128), 1024, 1024)
-    flashtile.attention(q, q, q, block_mask=block_mask, backend="cpu")
-    assert len(made) == round(density * (1024 // side) ** 2)
+    flashtile.attention(q, q, q, block_mask=block_mask, backend="cpu").sum().backward()
+    assert len(made) == 2 * round(density * (1024 // side) ** 2)  # forward and backward
     assert {shape[1] for shape in made} == {side}
 
 
@@ -574,7 +563,7 @@ for seq, heads_kv, arguments in eval(sys.argv[1]):
 """
 
 _LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
-    (4096, 2, {}), (4096, 1, {"causal": True}), (4096, 1, {"dropout_p": 0.2}),
+    (4096, 1, {"causal": True}), (4096, 1, {"dropout_p": 0.2}),
     (4096, 1, {"alibi": True, "causal": True}), (16384, 1, {"window": (300, 5)}),
 ]  # fmt: skip
 

@@ -173,8 +173,8 @@ def _small() -> tuple[Tensor, ...]:
 
 
 def test_first_second_and_forward_derivatives():
-    torch.autograd.gradcheck(_learned, _small(), check_forward_ad=True)
-    torch.autograd.gradgradcheck(_learned, _small())
+    torch.autograd.gradcheck(_learned, _small(), check_forward_ad=True, fast_mode=True)
+    torch.autograd.gradgradcheck(_learned, _small(), fast_mode=True)
 
 
 def test_under_checkpointing_and_torch_func():

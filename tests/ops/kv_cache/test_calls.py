@@ -256,13 +256,12 @@ def _changes(given: dict) -> dict[str, dict]:
 @pytest.mark.parametrize("kind", ["append rotary pages packed", "append rotary number", "append int8", "pages tree"])
 def test_a_call_that_differs_in_one_thing_is_another_call(kind: str, outcome, general) -> None:
     """Between two calls of one kind, and without them, a call does the same."""
-    changes = _changes(_arguments(kind))
-    for what in changes:
+    for what, change in _changes(_arguments(kind)).items():
         repeated.forget_calls()
         expected = outcome(_arguments(kind))
         before = general()
         assert outcome(_arguments(kind)) == expected and general() == before
-        changed = {**_arguments(kind), **_changes(_arguments(kind))[what]}
+        changed = {**_arguments(kind), **change}
         found = [outcome(changed), outcome(changed)]
         assert outcome(_arguments(kind)) == expected, what
         repeated.forget_calls()

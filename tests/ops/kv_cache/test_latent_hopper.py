@@ -31,6 +31,7 @@ from support.attention.gathered import gathered_rows
 from support.attention.kv_cache_cases import CacheCase, check
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
+from support.running.covering import turns
 from support.running.each_case import each_case
 
 _SM_90 = devices.KNOWN_DEVICES["sm_90"]
@@ -71,26 +72,13 @@ _CASES = {
     "tree, packed": Case(queries=(5, 1, 9), lengths=(130, 33, 66), page_size=64, heads=24, causal=False, tree=True),
     "int8": Case(cache_dtype=torch.int8, factors="heads", lengths=(200, 75, 0), splits=2, dtype=torch.float16),
     "fp8, packed": Case(
-        cache_dtype=torch.float8_e4m3fn,
-        factors="rows",
-        queries=(5, 0, 1),
-        lengths=(100, 33, 64),
-        page_size=16,
+        cache_dtype=torch.float8_e4m3fn, factors="rows", queries=(5, 0, 1), lengths=(100, 33, 64), page_size=16
     ),
     "e5m2, left padding": Case(
-        cache_dtype=torch.float8_e5m2,
-        factors="pages",
-        seq_q=2,
-        lengths=(200, 75),
-        left=(67, 75),
-        page_size=24,
+        cache_dtype=torch.float8_e5m2, factors="pages", seq_q=2, lengths=(200, 75), left=(67, 75), page_size=24
     ),
     "fp8 rows, gathered": Case(
-        cache_dtype=torch.float8_e4m3fn,
-        factors="rows",
-        head_dim=520,
-        lengths=(100, 33),
-        page_size=7,
+        cache_dtype=torch.float8_e4m3fn, factors="rows", head_dim=520, lengths=(100, 33), page_size=7
     ),
     "int8, tree": Case(
         cache_dtype=torch.int8,
@@ -187,8 +175,7 @@ def _call(
     return described._replace(**others)
 
 
-@pytest.mark.parametrize("name", _CASES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name, seed", turns(_CASES, range(2)))
 def test_results_on_the_emulated_machine(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable kernel that gathers is not there."""
     monkeypatch.setattr(backend, "_GATHERED_BYTES", math.inf)
