@@ -317,7 +317,7 @@ def test_a_filled_cache_goes_on_with_several_tokens(name, static):
 def test_compiles_whole(name):
     """In one graph; what becomes of flashtile's operators in it, their own tests show."""
     torch._dynamo.reset()
-    model = build(ALL[name], "flashtile", num_hidden_layers=1)
+    model = build(ALL[name], "flashtile", num_hidden_layers=1, num_decoder_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     inputs = make_inputs(ALL[name], "left")
     expected = run(model, inputs)
