@@ -32,7 +32,7 @@ MAX_LINES_OF_KERNELS = 800
 #: Parameters of a function of a kernel file; what belongs together is a `NamedTuple`.
 MAX_PARAMETERS = 40
 #: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
-MAX_FILES_OF_A_MODIFIER = 9
+MAX_FILES_OF_A_MODIFIER = 8
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
@@ -60,10 +60,10 @@ WITHIN_OPERATION = _by_name("""
     pytorch: api block_mask checks options score_tracing spec
     partial: block_mask checks operator options score_arguments score_program score_tracing spec tile_lists
     repeated: block_mask call checks operator philox rows score_tracing select spec
-    operator: checks cpu hopper philox reference repeated row_weights rows score_program select spec triton
+    operator: checks cpu derivatives hopper philox reference repeated rows score_program select spec triton
     select: call checks score_program spec
-    row_weights: block_mask call philox reference score_program score_tracing spec
-    inspection: call checks operator options partial row_weights select spec
+    derivatives: call reference score_program score_tracing spec
+    inspection: call checks operator options partial reference select spec
     gpu: call intervals philox score_program score_tracing spec tile_lists
     call: spec
     philox: spec

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.ops.attention import reference, row_weights
+from flashtile.ops.attention import derivatives, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
 from support.attention.attention_cases import COMBINED, EDGES, PAIRS, parameters
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWar
 @pytest.fixture
 def few_rows(monkeypatch):
     """So few rows at a time that short sequences have many parts."""
-    monkeypatch.setattr(row_weights, "_SCORES_AT_ONCE", 0)
-    monkeypatch.setattr(row_weights, "_FEWEST_ROWS", 16)
+    monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 0)
+    monkeypatch.setattr(derivatives, "_FEWEST_ROWS", 16)
 
 
 def leaves_of(case: AttentionCase, inputs: Inputs, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -268,7 +268,7 @@ def test_autocast_does_not_reach_the_arithmetic_inside():
 
 
 def test_nothing_as_large_as_the_scores_is_made(monkeypatch):
-    monkeypatch.setattr(row_weights, "_SCORES_AT_ONCE", 2**16)
+    monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 2**16)
     made: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -278,9 +278,9 @@ def test_nothing_as_large_as_the_scores_is_made(monkeypatch):
             return result
 
     q, spec = torch.randn(1, 2048, 2, 8), AttentionSpec(0.3, window_right=0)
-    moving = row_weights.Tangents(q, q, q, SideInputs())
+    moving = derivatives.Tangents(q, q, q, SideInputs())
     with Watch():
-        row_weights.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
+        derivatives.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
     assert max(made) <= 64 * 2 * 2048 < 2048 * 2048 / 10
 
 

@@ -14,7 +14,6 @@ import flashtile
 from flashtile._backends import clear_plans, devices
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.hopper import configs
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close, assert_same
 from support.running.covering import covering_choices, turns
 from support.running.places import places
@@ -107,16 +106,15 @@ class Problem:
 
     def eager(self) -> tuple[Tensor, Tensor]:
         """By the reference on scores that the tensor cores added up from 8-bit products, as PyTorch has them do."""
-        original = reference._scores
+        original = reference.products
         factors = iter(self._score_factors())
 
-        def scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, *more: Any) -> Tensor:
-            product = next(factors) * _product(q, k)
-            return original(product, torch.eye(k.shape[-2], device=k.device), side, spec, *more)
+        def products(rows: Tensor, keys: Tensor, part: reference.Part) -> Tensor:
+            return next(factors) * original(_product(rows, keys), torch.eye(keys.shape[-2], device=keys.device), part)
 
         q, k = (x.float() for x in self.qkv[:2])
         arguments = {**self.arguments, "return_lse": True, "backend": "reference"}
-        with mock.patch.object(reference, "_scores", scores):
+        with mock.patch.object(reference, "products", products):
             return self.function(q, k, self.numbers(torch.float32)[2], **arguments)
 
     def _score_factors(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import devices
-from flashtile.ops.attention import checks, row_weights, select
+from flashtile.ops.attention import checks, reference, select
 from flashtile.ops.attention.call import Call, KernelChoice, Machine, current_machine, describe_call, seen_call
 from flashtile.ops.attention.operator import visited_pairs
 from flashtile.ops.attention.options import (
@@ -26,7 +26,7 @@ from flashtile.ops.attention.options import (
     with_options,
 )
 from flashtile.ops.attention.partial import AttentionPart, placed
-from flashtile.ops.attention.row_weights import Part
+from flashtile.ops.attention.reference import Part
 from flashtile.ops.attention.select import BACKENDS, readable_side, rows_contiguous
 from flashtile.ops.attention.spec import (
     FP8,
@@ -125,9 +125,11 @@ def attention_probs(
     group = heads_q // k.shape[2] if head_numbers is None else 1
     part = Part(row_numbers, head_numbers, group, 0, seq_k, seq_q, seq_k)
     with dispatch.without_autocast(q):
-        weights = row_weights.weights(q, k, part, side, spec).keys
-        kept = row_weights.kept_weights(part, batch, heads_q, side, spec)
-    return weights if kept is None else (weights * kept) / (1 - dropout_p)
+        wide_q, wide_k = (tensor.to(lse_dtype(q.dtype)) for tensor in (q, k))
+        rows, keys = reference.load_rows(wide_q, part), reference.load_keys(wide_k, part, heads_q, side, spec)
+        scores, shown, _ = reference.modified_scores(reference.products(rows, keys, part), part, side, spec)
+        weights = reference.softmax(scores, shown, part, side).keys
+        return reference.dropped(weights, reference.kept_weights(part, batch, heads_q, side, spec), spec)
 
 
 @with_options(ColumnSumsOptions)

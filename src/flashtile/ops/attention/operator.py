@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.row_weights import DifferentiableBackward, Tangents, forward_derivative
+from flashtile.ops.attention.derivatives import DifferentiableBackward, Tangents, forward_derivative
 from flashtile.ops.attention.score_program import UNCHANGED, moved
 from flashtile.ops.attention.select import serve_backward, serve_forward
 from flashtile.ops.attention.spec import (

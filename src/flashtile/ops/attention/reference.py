@@ -1,20 +1,26 @@
 """The eager reference: the definition of the semantics, written to be read, not to be fast.
 
-It builds the whole score matrix, works in any float dtype on any device, is differentiable to any order by PyTorch's
-autograd, and imports no kernel. In fp16 and bf16 it computes as an eager model would, rounding where PyTorch rounds,
-except that the softmax runs in float32; 8-bit inputs become what they stand for in float32 first.
+It builds the whole score matrix of some rows and heads (`Part`), works in any float dtype on any device, changes
+nothing in place, is differentiable to any order by autograd and `torch.func`, and imports no kernel. In fp16 and bf16
+it computes as an eager model would, rounding where PyTorch rounds, except that the softmax runs in float32; 8-bit
+inputs become what they stand for in float32 first.
+
+Shapes::
+
+    B batch   H query heads, of those that are asked for   Hkv key/value heads that they read   G = H // Hkv
+    R rows    C keys    D head dimension
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
+from flashtile.ops.attention.block_mask import BlockMask, call_mask
+from flashtile.ops.attention.philox import keep_rows
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import (
     FP8,
@@ -38,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.to(out_dtype(FP8)), *statistics
     if side.packed:
         return _forward_packed(q, k, v, side, spec)
-    return _forward_dense(q, k, v, side, spec, first_sequence=0)
+    return _forward_dense(q, k, v, side, spec)
 
 
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
@@ -58,9 +64,13 @@ def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, want
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """The sum over queries of each key's weights, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`."""
-    if side.packed:
-        return _column_sums_packed(q, k, lse, side, spec)
-    return _column_sums_dense(q, k, lse, side, spec, 0)
+    if not side.packed:
+        return _column_sums_dense(q, k, lse, side, spec)
+    sums = lse.new_zeros(q.shape[1], k.shape[0])
+    for sequence, rows, columns, one in side.sequences():
+        given = q[None, rows], k[None, columns], lse[None, :, rows]
+        sums[:, columns] = _column_sums_dense(*given, one, spec, sequence)[0]
+    return sums
 
 
 def learned_inputs(side: SideInputs, wanted: Wanted) -> list[Tensor]:
@@ -78,138 +88,19 @@ def with_learned(side: SideInputs, wanted: Wanted, learned: Sequence[Tensor]) ->
     return side._replace(**single, captured=captured)
 
 
-def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """The keys that each query sees by the band alone: bool `[seq_q, seq_k]`, True = visible."""
-    diagonal = torch.arange(seq_q, device=device)[:, None] + (0 if spec.top_left else seq_k - seq_q)
-    key = torch.arange(seq_k, device=device)[None, :]
-    visible = torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
-    if spec.window_left is not None:
-        visible = visible & (key >= diagonal - spec.window_left)
-    if spec.window_right is not None:
-        visible = visible & (key <= diagonal + spec.window_right)
-    return visible
-
-
 def _forward_dense(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, first_sequence: int
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, sequence: int | None = None
 ) -> tuple[Tensor, ...]:
-    batch, seq_q, heads, _ = q.shape
-    seq_k, group = k.shape[1], heads // k.shape[2]
-    # [B, H, S, D]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    visible = visible_keys(seq_q, seq_k, spec, q.device)
-    if side.key_lengths is not None:
-        valid = torch.arange(seq_k, device=q.device) < side.key_lengths[:, None]
-        visible = visible & valid[:, None, None, :]
-    # Keys that no query sees may hold anything; 0 · NaN would let it into out and into dq.
-    unseen = ~visible.any(dim=-2)[..., None]
-    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    visible = visible & _shown(side, spec, seq_q, seq_k, slice(first_sequence, first_sequence + batch))
-    if spec.score_program is not None:
-        # Hidden pairs have no gradient, whatever the function's derivative is there.
-        with torch.no_grad():
-            visible = visible & ~_scores(q, k, side, spec, visible, first_sequence).isneginf()
-    scores = _scores(q, k, side, spec, visible, first_sequence)
-    visible = visible & ~scores.isneginf()  # a score of -inf hides its pair, whatever made it
-    blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
-    scores = scores.masked_fill(~visible, float("-inf"))
-    largest = _largest(scores) if spec.returns_max_scores else None
-    if side.sinks is not None:
-        # One more key, which has no value.
-        sink = side.sinks.view(-1, 1, 1).expand(batch, heads, seq_q, 1)
-        nothing = blind & sink.isneginf()
-        scores = torch.cat((scores, sink.masked_fill(nothing, 0)), dim=-1)
-        lse = logsumexp(scores, -1).masked_fill(nothing, float("-inf"))
-        probs = torch.softmax(scores, dim=-1)[..., :-1].masked_fill(blind, 0)
-    else:
-        scores = scores.masked_fill(blind, 0)  # [B, H, Sq, Sk]
-        lse = logsumexp(scores, -1).masked_fill(blind, float("-inf"))
-        probs = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
-    if side.dropout_seed is not None:
-        matrices = sequence_heads(range(first_sequence, first_sequence + batch), range(heads), heads, spec.origin)
-        rows, columns = positions(range(seq_q), range(seq_k), spec.origin)
-        kept = keep_tile(side.dropout_seed, spec.dropout_p, matrices.to(q.device), rows, columns)
-        probs = probs * kept.view(probs.shape) / (1 - spec.dropout_p)
-    # Masking out as well keeps whatever gradient comes from above out of those rows.
-    out = (probs.to(q.dtype) @ v).masked_fill(blind, 0).transpose(1, 2).contiguous()
-    return (out, lse.squeeze(-1)) if largest is None else (out, lse.squeeze(-1), largest)
-
-
-def _largest(scores: Tensor) -> Tensor:
-    """The largest of each row, without a gradient; -inf where there is none."""
-    if not scores.shape[-1]:
-        return scores.new_full(scores.shape[:-1], float("-inf"))
-    return scores.detach().amax(dim=-1)
-
-
-def _column_sums_dense(
-    q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, sequence: int
-) -> Tensor:
-    seq_q, seq_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    q, k = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(group, dim=1)
-    visible = visible_keys(seq_q, seq_k, spec, q.device) & ~lse.isneginf()[..., None]
-    visible = visible & _shown(side, spec, seq_q, seq_k, slice(sequence, sequence + q.shape[0]))
-    if side.key_lengths is not None:
-        visible = visible & (torch.arange(seq_k, device=q.device) < side.key_lengths[:, None])[:, None, None, :]
-    weights = torch.exp(_scores(q, k, side, spec) - lse.unsqueeze(-1))
-    return weights.masked_fill(~visible, 0).sum(dim=-2)
-
-
-def _column_sums_packed(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    sums = lse.new_zeros(q.shape[1], k.shape[0])
-    for sequence, rows, columns, one in side.sequences():
-        given = q[None, rows], k[None, columns], lse[None, :, rows]
-        sums[:, columns] = _column_sums_dense(*given, one, spec, sequence)[0]
-    return sums
-
-
-def _scores(
-    q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, visible: Tensor | None = None, first_sequence: int = 0
-) -> Tensor:
-    """`[B, H, Sq, Sk]` in the dtype of lse: scaled, capped, changed by the score function, with bias and ALiBi; nothing
-    masked yet. `visible`: which of them count, for the score function."""
-    seq_q, seq_k = q.shape[-2], k.shape[-2]
-    scores = (q @ k.transpose(-1, -2) * spec.scale).to(lse_dtype(q.dtype))
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if spec.score_program is not None:
-        scores = _changed(scores, side, spec.score_program, visible, first_sequence)
-    if side.bias is not None:
-        scores = scores + side.bias[..., :seq_q, :seq_k]
-    if side.alibi_slopes is not None:
-        shift = seq_k - seq_q + (0 if spec.origin is None else spec.origin.diagonal)
-        diagonal = torch.arange(seq_q, device=q.device)[:, None] + shift
-        distance = (diagonal - torch.arange(seq_k, device=q.device)).abs()
-        scores = scores - side.alibi_slopes.unsqueeze(-1).unsqueeze(-1) * distance
-    return scores
-
-
-def _changed(scores: Tensor, side: SideInputs, program: str, visible: Tensor | None, first_sequence: int) -> Tensor:
-    """Scores `[B, H, Sq, Sk]` after the score function."""
-    inputs = {INPUTS[0]: scores}
-    for dim, (name, size) in enumerate(zip(INPUTS[1:], scores.shape)):
-        first = first_sequence if dim == 0 else 0
-        numbers = torch.arange(first, first + size, dtype=torch.int32, device=scores.device)
-        inputs[name] = numbers.view([-1 if at == dim else 1 for at in range(4)])
-    return apply(parse(program), inputs, side.captured, visible)
-
-
-def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int, sequences: slice) -> Tensor | bool:
-    """The pairs that masks show: bool, broadcasts to `[B, H, Sq, Sk]`. `sequences`: the batch entries, or the packed
-    sequence, among those of the call. A bias of -inf hides too."""
-    shown: Tensor | bool = True
-    if side.mask is not None:
-        shown = side.mask[..., :seq_q, :seq_k]
-    if side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None:
-        batch, heads, *tile = spec.block_shape
-        shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
-        dense = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns).to_dense()
-        # That of a packed call has the longest lengths.
-        shown = (dense[sequences] if batch > 1 else dense)[..., :seq_q, :seq_k] & shown
-    if side.bias is not None:
-        shown = ~side.bias[..., :seq_q, :seq_k].isneginf() & shown
-    return shown
+    batch, _, heads, _ = q.shape
+    part = whole_part(q, k, sequence)
+    keys, values = load_keys(k, part, heads, side, spec), load_keys(v, part, heads, side, spec)
+    scores, shown, _ = modified_scores(products(load_rows(q, part), keys, part), part, side, spec)
+    weights = softmax(scores, shown, part, side)
+    probs = dropped(weights.keys, kept_weights(part, batch, heads, side, spec), spec)
+    # Masking out as well keeps whatever gradient comes from above out of rows without a visible key.
+    out = weighted(probs.to(q.dtype), values, part).masked_fill(~shown.any(dim=-1, keepdim=True), 0)
+    results = out.transpose(1, 2).contiguous(), weights.lse.squeeze(-1)
+    return (*results, _largest(scores.masked_fill(~shown, float("-inf")))) if spec.returns_max_scores else results
 
 
 def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -220,6 +111,262 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
         end = rows.stop
     # Rows past the last sequence are queries without keys.
     nothing = spec._replace(score_program=None)
-    parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), nothing, 0))
+    parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), nothing))
     outs, *statistics = zip(*parts)
     return torch.cat(outs, dim=1)[0], *(torch.cat(rows, dim=2)[0] for rows in statistics)
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest of each row, without a gradient; -inf where there is none."""
+    if not scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], float("-inf"))
+    return scores.detach().amax(dim=-1)
+
+
+def _column_sums_dense(
+    q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, sequence: int | None = None
+) -> Tensor:
+    part, lse = whole_part(q, k, sequence), lse[..., None]
+    product = products(load_rows(q, part), load_keys(k, part, q.shape[2], side, spec), part)
+    scores, shown, _ = modified_scores(product, part, side, spec)
+    return torch.exp(scores - lse).masked_fill(~(shown & ~lse.isneginf()), 0).sum(dim=-2)
+
+
+# What the weights of some rows are
+
+
+class Part(NamedTuple):
+    """A choice of scores of a dense call, or of one sequence of a packed one.
+
+    Attributes:
+        rows: int64 `[R]`, numbers of queries in any order.
+        heads: int64 `[H]`, numbers of query heads in any order; None = all.
+        group: G, query heads that read one of the key/value heads in turn; 1 where heads are chosen.
+        first_key, keys: the first of the keys, which lie side by side, and C. Not a range, whose length is a number
+            once and for all also where the program that is traced leaves it open.
+        seq_q, seq_k: lengths of the call.
+        sequence: number of the packed sequence that is the only batch entry; None in a dense call.
+    """
+
+    rows: Tensor
+    heads: Tensor | None
+    group: int
+    first_key: int
+    keys: int
+    seq_q: int
+    seq_k: int
+    sequence: int | None = None
+
+    @property
+    def key_numbers(self) -> Tensor:
+        return torch.arange(self.first_key, self.first_key + self.keys, device=self.rows.device)
+
+
+class Weights(NamedTuple):
+    """The softmax of some rows, 0 where nothing is visible. `keys`: `[B, H, R, C]`. `row_logit`: `[B, H, R, 1]`, of the
+    sink; None without sinks. `lse`: `[B, H, R, 1]`, -inf where there is neither key nor sink."""
+
+    keys: Tensor
+    row_logit: Tensor | None
+    lse: Tensor
+
+
+class Changes(NamedTuple):
+    """Intermediate results that the tangents of scores need; None for what the call does not have. `cap`: derivative of
+    the soft cap, `[B, H, R, C]`. `inputs`: arguments of the score function, by their names in a program."""
+
+    cap: Tensor | None
+    inputs: dict[str, Tensor] | None
+
+
+def whole_part(q: Tensor, k: Tensor, sequence: int | None = None) -> Part:
+    """All scores of a dense call, q `[B, S, H, D]` and k `[B, S, Hkv, D]`."""
+    (_, seq_q, heads, _), (_, seq_k, heads_kv, _) = q.shape, k.shape
+    rows = torch.arange(seq_q, device=q.device)
+    return Part(rows, None, heads // heads_kv, 0, seq_k, seq_q, seq_k, sequence=sequence)
+
+
+def load_rows(tensor: Tensor, part: Part) -> Tensor:
+    """The part's rows of `[B, S, H, D]`: `[B, Hkv, G·R, D]`."""
+    rows = tensor.index_select(1, part.rows)
+    if part.heads is not None:
+        rows = rows.index_select(2, part.heads)
+    return _stacked(rows.transpose(1, 2), part)
+
+
+def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """The part's keys or values of `[B, S, Hkv, D]`: `[B, Hkv, C, D]`, each head as often as the chosen heads read it.
+    `heads`: query heads of the call. Keys that none of the rows sees may be NaN, and are 0 here."""
+    # Not by brackets, which make an alias of everything: that has no rule where one tangent stands for several.
+    keys = tensor.narrow(1, part.first_key, part.keys)
+    if part.heads is not None:
+        keys = keys.index_select(2, part.heads // (heads // tensor.shape[2]))
+    seen = shown_by_position(part, side, spec).any(dim=-2)  # [B | 1, 1, C]
+    return keys.transpose(1, 2).masked_fill(~seen[..., None], 0)
+
+
+def products(rows: Tensor, keys: Tensor, part: Part) -> Tensor:
+    """`rows keysᵀ` of `[B, Hkv, G·R, D]` and `[B, Hkv, C, D]`: `[B, H, R, C]`."""
+    return _by_heads(rows @ keys.transpose(-1, -2), part)
+
+
+def weighted(weights: Tensor, values: Tensor, part: Part) -> Tensor:
+    """`weights values` of `[B, H, R, C]` and `[B, Hkv, C, D]`: `[B, H, R, D]`."""
+    return _by_heads(_stacked(weights, part) @ values, part)
+
+
+def _stacked(by_head: Tensor, part: Part) -> Tensor:
+    """`[B, H, R, X]` as `[B, Hkv, G·R, X]`; `unflatten` has no batching rule."""
+    batch, heads, rows, last = by_head.shape
+    return by_head.reshape(batch, heads // part.group, part.group * rows, last)
+
+
+def _by_heads(stacked: Tensor, part: Part) -> Tensor:
+    """`[B, Hkv, G·R, X]` as `[B, H, R, X]`."""
+    batch, heads_kv, _, last = stacked.shape
+    return stacked.reshape(batch, heads_kv * part.group, part.rows.shape[0], last)
+
+
+def _table(tensor: Tensor, part: Part) -> Tensor:
+    """The part's share of what broadcasts to the scores, `[B | 1, H | 1, S | 1, S | 1]`."""
+    if part.heads is not None and tensor.shape[1] > 1:
+        tensor = tensor.index_select(1, part.heads)
+    if tensor.shape[2] > 1:
+        tensor = tensor.index_select(2, part.rows)
+    if tensor.shape[3] > 1:
+        tensor = tensor.narrow(-1, part.first_key, part.keys)
+    return tensor
+
+
+def _for_heads(tensor: Tensor, part: Part) -> Tensor:
+    """One number for each head, `[H]` or `[B, H]`, beside the scores: `[B | 1, H, 1, 1]`."""
+    if part.heads is not None:
+        tensor = tensor.index_select(-1, part.heads)
+    return tensor.reshape(-1, tensor.shape[-1], 1, 1)
+
+
+def modified_scores(
+    product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Changes]:
+    """The results from products `[B, H, R, C]`: scores in the dtype of lse, of which none is masked yet; and which
+    pairs are visible, bool that broadcasts to them. A score of -inf hides its pair, whatever made it."""
+    scores, cap, inputs = (product * spec.scale).to(lse_dtype(product.dtype)), None, None
+    shown = _shown_by_arguments(part, side, spec)
+    if spec.softcap:
+        tanh = torch.tanh(scores / spec.softcap)
+        scores, cap = spec.softcap * tanh, 1 - tanh * tanh
+    if spec.score_program is not None:
+        inputs, program = _function_inputs(scores, part), parse(spec.score_program)
+        # Hidden pairs have no gradient, whatever the function's derivative is there.
+        with torch.no_grad():
+            found = with_terms(apply(program, inputs, side.captured, shown), part, side, spec)
+        shown = shown & ~found.isneginf()
+        scores = apply(program, inputs, side.captured, shown)
+    scores = with_terms(scores, part, side, spec)
+    return scores, shown & ~scores.isneginf(), Changes(cap, inputs)
+
+
+def with_terms(scores: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Scores `[B, H, R, C]` plus the terms that are linear in a tensor of their own, so that the tangents of scores get
+    those of the tensors in the same way."""
+    if side.bias is not None:
+        scores = scores + _table(side.bias, part).to(scores.dtype)
+    if side.alibi_slopes is not None:
+        diagonal = part.seq_k - part.seq_q + (0 if spec.origin is None else spec.origin.diagonal)
+        distance = (part.rows[:, None] + diagonal - part.key_numbers).abs().to(scores.dtype)
+        scores = scores - _for_heads(side.alibi_slopes, part) * distance
+    return scores
+
+
+def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
+    """The arguments of a score function, int32 beside the scores."""
+    batch, heads, _, _ = scores.shape
+    device = scores.device
+    sequence = (part.sequence or 0) + torch.arange(batch, device=device)
+    head = torch.arange(heads, device=device) if part.heads is None else part.heads
+    numbers = sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), part.rows.view(-1, 1), part.key_numbers[None]
+    return dict(
+        zip(INPUTS, (scores, *(number.int().reshape((1,) * (4 - number.dim()) + number.shape) for number in numbers)))
+    )
+
+
+def shown_by_position(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Pairs that the band and the key lengths show: bool `[B | 1, 1, R, C]`."""
+    key = part.key_numbers
+    diagonal = part.rows[:, None] + (0 if spec.top_left else part.seq_k - part.seq_q)
+    shown = torch.ones_like(diagonal == key)[None, None]
+    if spec.window_left is not None:
+        shown = shown & (key >= diagonal - spec.window_left)
+    if spec.window_right is not None:
+        shown = shown & (key <= diagonal + spec.window_right)
+    return shown if side.key_lengths is None else shown & (key < side.key_lengths.view(-1, 1, 1, 1))
+
+
+def _shown_by_arguments(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Pairs that all but the score function show: bool that broadcasts to `[B, H, R, C]`."""
+    shown = shown_by_position(part, side, spec)
+    if side.mask is not None:
+        shown = shown & _table(side.mask, part)
+    if side.bias is not None:
+        shown = shown & ~_table(side.bias, part).isneginf()
+    if (block_mask := call_mask(side, spec)) is not None:
+        shown = shown & _shown_by_tiles(block_mask, part)
+    return shown
+
+
+def _shown_by_tiles(mask: BlockMask, part: Part) -> Tensor:
+    """Pairs that the block mask shows: bool `[B | 1, H | 1, R, C]`."""
+    table, (tile_q, _) = mask.kind_table(), mask.tile
+    if part.sequence is not None and table.shape[0] > 1:
+        table = table.narrow(0, part.sequence, 1)
+    if part.heads is not None and table.shape[1] > 1:
+        table = table.index_select(1, part.heads)
+    kinds = table.index_select(2, part.rows // tile_q)  # [B | 1, H | 1, R, tiles of keys]
+    rows = mask.masks_with_ends().bool()[kinds, (part.rows % tile_q)[:, None]]  # [..., tile_k]
+    return rows.flatten(-2)[..., part.first_key : part.first_key + part.keys]
+
+
+def row_logits(part: Part, side: SideInputs) -> Tensor | None:
+    """The sinks of a part, `[1, H, 1, 1]`: one more key, which has no value. None without sinks."""
+    return None if side.sinks is None else _for_heads(side.sinks, part)
+
+
+def softmax(scores: Tensor, shown: Tensor, part: Part, side: SideInputs) -> Weights:
+    """The softmax of scores `[B, H, R, C]` over what is visible, and over the sink."""
+    batch, _, rows, _ = scores.shape
+    blind = ~shown.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~shown, float("-inf"))
+    nothing = blind
+    sink = row_logits(part, side)
+    if sink is not None:
+        sink = sink.expand(batch, -1, rows, 1).to(scores.dtype)
+        nothing = blind & sink.isneginf()
+        scores = torch.cat((scores, sink), dim=-1)
+    # The softmax of nothing would be NaN, and so would its gradient.
+    scores = scores.masked_fill(nothing, 0)
+    lse = logsumexp(scores, -1).masked_fill(nothing, float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    if sink is None:
+        return Weights(weights.masked_fill(blind, 0), None, lse)
+    return Weights(weights[..., :-1].masked_fill(blind, 0), weights[..., -1:].masked_fill(nothing, 0), lse)
+
+
+def kept_weights(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:
+    """Weights that dropout keeps, bool `[B, H, R, C]`; None without dropout. `heads`: those of the call."""
+    if side.dropout_seed is None:
+        return None
+    device = part.rows.device
+    chosen = torch.arange(heads, device=device) if part.heads is None else part.heads
+    first, all_heads, row, column = 0, heads, 0, 0
+    if spec.origin is not None:
+        row, column, _, first, all_heads = spec.origin
+    sequences = (part.sequence or 0) + torch.arange(batch, device=device)
+    sequence_head = first + sequences[:, None] * all_heads + chosen
+    first_key = part.first_key + column
+    bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows + row, first_key, part.keys)
+    return bits.unflatten(0, (batch, chosen.shape[0]))
+
+
+def dropped(weights: Tensor, kept: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Weights after dropout."""
+    return weights if kept is None else weights * kept / (1 - spec.dropout_p)
