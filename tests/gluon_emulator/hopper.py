@@ -153,7 +153,7 @@ def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
         argument = argument or 0  # None is an address too
     assert multiple == 1 or argument % multiple == 0, f"{name} must be a multiple of {multiple}: {argument}"
     if of.startswith("*"):
-        return Value(torch.tensor(argument), Pointer(BY_SIGNATURE[of[1:]]))
+        return Value(argument, Pointer(BY_SIGNATURE[of[1:]]))
     return as_value(argument, BY_SIGNATURE[of])
 
 

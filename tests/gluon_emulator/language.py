@@ -68,7 +68,7 @@ class _Barriers:
         self._barriers = [Barrier() for _ in range(count)]
 
     def index(self, place: Any) -> Barrier:
-        place = int(as_value(place).data)
+        place = int(place)
         assert 0 <= place < len(self._barriers), "outside of the barriers"
         return self._barriers[place]
 
@@ -86,6 +86,9 @@ def _unary(function: Callable) -> Callable[[Value], Value]:
 
 def _where(condition: Any, yes: Any, no: Any) -> Value:
     dtype = values.common_dtype(yes, no)
+    numbers = [as_value(each).number for each in (condition, yes, no)]
+    if None not in numbers and not dtype.is_floating:
+        return as_value(numbers[1] if numbers[0] else numbers[2], dtype)
     chosen = torch.where(as_value(condition).data, as_value(yes, dtype).data, as_value(no, dtype).data)
     return Value(chosen, dtype, blockmask_layout(yes, no, condition))
 
@@ -183,6 +186,8 @@ def _load(pointer: Value, mask: Any = True, other: Any = None, volatile: bool = 
     data = current().machine.memory.load(addresses, dtype, where)
     if other is not None:
         data = torch.where(where, data, as_value(other, dtype).data)
+    if not data.dim() and not dtype.is_floating:
+        return as_value(data.item(), dtype)
     return Value(data, dtype, blockmask_layout(pointer, mask))
 
 
@@ -266,7 +271,7 @@ def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Value]) -> Any:
 
 
 def _wait(barrier: Barrier, phase: Any) -> None:
-    parity = int(as_value(phase).data)
+    parity = int(phase)
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     current().wait(barrier.passed(parity), f"{caller.f_code.co_name}, line {caller.f_lineno}")  # type: ignore[union-attr]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gluon_emulator.values import BY_TORCH, DType, Value, as_value
+from gluon_emulator.values import BY_TORCH, DType, Value
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: By how many bits an address is shifted for the number of its word.
@@ -25,6 +26,7 @@ class Memory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._regions: list[tuple[int, int, Tensor]] = []
+        self._words_of: dict[tuple[int, int], tuple[Tensor, int]] = {}
 
     def know(self, *tensors: Any) -> None:
         for tensor in tensors:
@@ -83,12 +85,14 @@ class Memory(TorchDispatchMode):
 
     def _words(self, first: int, last: int, dtype: DType) -> tuple[Tensor, int]:
         """The memory with these addresses as words of the size of an element, and where it begins."""
-        for begin, end, tensor in self._regions:
+        for number, (begin, end, tensor) in enumerate(self._regions):
             if begin <= first and last <= end:
-                storage = tensor.untyped_storage()
-                count = storage.nbytes() // dtype.itemsize
-                words = torch.empty(0, dtype=_WORDS[dtype.itemsize]).set_(storage, 0, (count,))  # type: ignore[call-overload]
-                return words, storage.data_ptr()
+                if (number, dtype.itemsize) not in self._words_of:
+                    storage = tensor.untyped_storage()
+                    count = storage.nbytes() // dtype.itemsize
+                    words = torch.empty(0, dtype=_WORDS[dtype.itemsize]).set_(storage, 0, (count,))  # type: ignore[call-overload]
+                    self._words_of[number, dtype.itemsize] = words, storage.data_ptr()
+                return self._words_of[number, dtype.itemsize]
         raise AssertionError(f"access outside of all tensors: {dtype.name} from {first:#x} to {last:#x}")
 
 
@@ -116,7 +120,7 @@ class Descriptor:
         assert len(coordinates) == len(self.shape)
         address, part = self.address, []
         for coordinate, size, length, stride in zip(coordinates, self.block_shape, self.shape, self.strides):
-            first = int(as_value(coordinate).data)
+            first = int(coordinate)
             begin = min(max(-first, 0), size)
             part.append(slice(begin, max(min(length - first, size), begin)))
             address += (first + begin) * stride * self.dtype.itemsize
@@ -143,13 +147,26 @@ class Shared:
     """A part of shared memory. `unfenced`: what threads have stored there that TMA and products may not see yet;
     `stores`: as many entries as such stores are in all that was allocated with it."""
 
-    def __init__(self, data: Tensor, unfenced: Tensor, stores: list[None], dtype: DType, layout: Any) -> None:
-        self.data, self.unfenced, self.stores, self.dtype, self.layout = data, unfenced, stores, dtype, layout
+    def __init__(
+        self, data: Tensor, find_unfenced: Callable[[], Tensor], stores: list[None], dtype: DType, layout: Any
+    ) -> None:
+        self.data, self._find_unfenced, self.stores, self.dtype, self.layout = (
+            data,
+            find_unfenced,
+            stores,
+            dtype,
+            layout,
+        )
+
+    @functools.cached_property
+    def unfenced(self) -> Tensor:
+        return self._find_unfenced()  # which few of the views need
 
     @staticmethod
     def allocate(dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         data = torch.empty(list(map(int, shape)), dtype=dtype.held_as)
-        shared = Shared(data, torch.zeros(data.shape, dtype=torch.bool), [], dtype, layout)
+        unfenced = torch.zeros(data.shape, dtype=torch.bool)
+        shared = Shared(data, lambda: unfenced, [], dtype, layout)
         shared.poison()
         return shared
 
@@ -165,10 +182,10 @@ class Shared:
             self.data.fill_(torch.iinfo(self.data.dtype).max)
 
     def _viewed(self, function: Any, layout: Any = None) -> Shared:
-        return Shared(function(self.data), function(self.unfenced), self.stores, self.dtype, layout)
+        return Shared(function(self.data), lambda: function(self.unfenced), self.stores, self.dtype, layout)
 
     def index(self, place: Any) -> Shared:
-        place = int(as_value(place).data)
+        place = int(place)
         assert 0 <= place < self.data.shape[0], "outside of what was allocated"
         return self._viewed(lambda data: data[place], self.layout)
 
@@ -181,10 +198,13 @@ class Shared:
     def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         shape = list(map(int, shape))
         count = math.prod(shape)  # the beginning of it, or all
+        if dtype is self.dtype and shape == self.shape:
+            return self._viewed(lambda data: data, layout)
         if dtype is self.dtype:
             return self._viewed(lambda data: data.view(-1)[:count].view(shape), layout)
         data = self.data.view(-1).view(dtype.held_as)[:count].view(shape)
-        return Shared(data, torch.zeros(shape, dtype=torch.bool), [], dtype, layout)
+        unfenced = torch.zeros(shape, dtype=torch.bool)
+        return Shared(data, lambda: unfenced, [], dtype, layout)
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.data.clone(), self.dtype, layout)

@@ -1,8 +1,13 @@
-"""What kernels compute with: numbers and tensors of a program, with Triton's types and integer arithmetic."""
+"""What kernels compute with: numbers and tensors of a program, with Triton's types and integer arithmetic.
+
+Whole numbers and truth values are Python's, because most operations of a kernel are theirs, and tensors of one element
+take several times as long.
+"""
 
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +70,20 @@ def _truncated(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b, rounding_mode="trunc")
 
 
+def _quotient(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+#: What functions of tensors are for Python's numbers.
+_OF_NUMBERS = {
+    torch.add: operator.add, torch.sub: operator.sub, torch.mul: operator.mul, _truncated: _quotient,
+    torch.fmod: lambda a, b: a - b * _quotient(a, b), torch.maximum: max, torch.minimum: min,
+    torch.bitwise_and: operator.and_, torch.bitwise_or: operator.or_, torch.bitwise_xor: operator.xor,
+    torch.bitwise_left_shift: operator.lshift, torch.bitwise_right_shift: operator.rshift,
+    torch.lt: operator.lt, torch.le: operator.le, torch.eq: operator.eq, torch.ne: operator.ne,
+}  # fmt: skip
+
+
 def _operator(function: Any, **how: Any) -> tuple[Any, Any]:
     """`function` (`binary`) as an operator, and the one whose right operand is the value: `a < b` is `b > a`."""
     return (
@@ -76,29 +95,36 @@ def _operator(function: Any, **how: Any) -> tuple[Any, Any]:
 class Value:
     """A number or tensor of a program. `layout`: who holds what, as far as kernels ask for it."""
 
-    def __init__(self, data: Tensor, dtype: Any, layout: Any = None) -> None:
+    def __init__(self, data: Tensor | int, dtype: Any, layout: Any = None) -> None:
         self._data, self.dtype, self._layout = data, dtype, layout
 
     @property
+    def number(self) -> int | None:
+        """The value, if it is a whole number or a truth value."""
+        return None if isinstance(self._data, Tensor) else self._data
+
+    @property
     def data(self) -> Tensor:
-        return self._data
+        return self._data if isinstance(self._data, Tensor) else _tensor_of(self._data, self.dtype.held_as)
 
     @property
     def shape(self) -> list[int]:
-        return list(self._data.shape)
+        return list(self.data.shape)
 
     @property
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=self._layout)
 
     def to(self, dtype: DType, bitcast: bool = False) -> Value:
+        if self.number is not None and not dtype.is_floating and not bitcast:
+            return Value(_in_range(self.number, dtype), dtype, self._layout)
         if bitcast:
             data = self.data.to(int32.held_as) if self.dtype is uint32 else self.data  # the same 32 bits
             return Value(data.view(dtype.held_as), dtype, self._layout)
         return Value(_wrapped(self.data.to(dtype.held_as), dtype), dtype, self._layout)
 
     def with_layout(self, layout: Any) -> Value:
-        return Value(self.data, self.dtype, layout)
+        return Value(self._data, self.dtype, layout)
 
     def __getitem__(self, key: Any) -> Value:
         """Only new dimensions of one. Where the layout is a slice along it, it is the sliced one again."""
@@ -110,11 +136,11 @@ class Value:
         return Value(self.data[key], self.dtype, layout)
 
     def __bool__(self) -> bool:
-        return bool(self.data)
+        return bool(self.data if self.number is None else self.number)
 
     def __index__(self) -> int:
         assert not self.dtype.is_floating
-        return int(self.data)
+        return int(self.data if self.number is None else self.number)
 
     def __neg__(self) -> Value:
         return 0 - self
@@ -147,18 +173,29 @@ def as_value(number: Any, dtype: DType | None = None) -> Value:
     if dtype is None:
         whole = int32 if -(2**31) <= number < 2**31 else int64
         dtype = int1 if isinstance(number, bool) else whole if isinstance(number, int) else float32
-    make = _whole_number if isinstance(number, int) else torch.tensor
-    return Value(make(number, dtype=dtype.held_as), dtype)
+    if isinstance(number, int):
+        return Value(_tensor_of(number, dtype.held_as) if dtype.is_floating else _in_range(number, dtype), dtype)
+    return Value(torch.tensor(number, dtype=dtype.held_as), dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole_number(number: int, dtype: torch.dtype) -> Tensor:
+def _tensor_of(number: int, dtype: torch.dtype) -> Tensor:
     """The same tensor for the same number: nothing writes to a value. (0.0 and -0.0 would be one.)"""
     return torch.tensor(number, dtype=dtype)
 
 
 def _wrapped(data: Tensor, dtype: Any) -> Tensor:
     return data & 0xFFFFFFFF if dtype is uint32 else data
+
+
+def _in_range(number: int, dtype: DType) -> int:
+    """What is left of a number in the bits of a type."""
+    if dtype is int1:
+        return bool(number)
+    count = 1 << dtype.primitive_bitwidth
+    if dtype in (uint32, uint8):
+        return number % count
+    return number if -count <= 2 * number < count else (number + count // 2) % count - count // 2
 
 
 def common_dtype(a: Any, b: Any) -> DType:
@@ -187,11 +224,19 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
     if type(left) is Pointer or type(right) is Pointer:
         pointer, other = (a, b) if type(left) is Pointer else (b, a)
         assert function is torch.add and not isinstance(getattr(other, "dtype", None), Pointer)
-        moved = pointer.data + as_value(other).data.to(torch.int64) * pointer.dtype.element_ty.itemsize
+        offset, itemsize = as_value(other), pointer.dtype.element_ty.itemsize
+        if pointer.number is not None and offset.number is not None:
+            return Value(_in_range(pointer.number + offset.number * itemsize, int64), pointer.dtype)
+        moved = pointer.data + offset.data.to(torch.int64) * itemsize
         return Value(moved, pointer.dtype, blockmask_layout(pointer, other))
     dtype = left if left is right and left is not None else common_dtype(a, b)
     if real and not dtype.is_floating:
         dtype = float32
+    if not dtype.is_floating:
+        first, second = (a if left is None else a.number), (b if right is None else b.number)
+        if first is not None and second is not None:
+            result = _OF_NUMBERS[function](first, second)
+            return Value(_in_range(result, gives or dtype), gives or dtype)
     left_data = a.data if left is dtype else as_value(a, dtype).data
     right_data = b.data if right is dtype else as_value(b, dtype).data
     gives = gives or dtype
@@ -211,8 +256,12 @@ class InFlight(Value):
     """The result of a product that has been started. It has a type, but its numbers may not be looked at."""
 
     def __init__(self, product: Any, shape: tuple[int, ...], layout: Any) -> None:
-        super().__init__(torch.empty(shape, device="meta"), float32, layout)
-        self.product = product
+        super().__init__(None, float32, layout)  # type: ignore[arg-type]
+        self.product, self._shape = product, list(shape)
+
+    @property
+    def shape(self) -> list[int]:
+        return self._shape
 
     @property
     def data(self) -> Tensor:
