@@ -64,7 +64,6 @@ from support.attention.hopper_forms import (
     SERIALISED,
     WIDE_BACKWARD_FORMS,
     BackwardForm,
-    backward_form,
 )
 from support.compilation import machine_code
 from support.compilation.checked_code import check_code
@@ -1658,7 +1657,8 @@ def _check_nothing_is_spilled(binary: Binary) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks):
     """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
-    source = backward_form("64-causal-sinks" if sinks else "64-causal").source("begin")
+    with_sinks = FLOAT32_BACKWARD_FORMS["128-hidden_rows-sinks-dlse"]
+    source = apart_backward_sources(with_sinks)["begin"] if sinks else BACKWARD_FORMS["64-causal"].source("begin")
     check_code(source, "sm_90", _check_exponentials, sinks)
 
 
@@ -1757,20 +1757,13 @@ def test_without_a_key_rows_see_their_sink(packed):
         assert grads.sinks.tolist() == [expected, 0]
 
 
-@pytest.mark.parametrize(
-    "dtype, index_dtypes",
-    [(torch.float16, (torch.int32, torch.int64)), (torch.bfloat16, (torch.int64, torch.int32))],
-    ids=["fp16", "bf16"],
-)
-def test_dtypes_compile(dtype, index_dtypes):
-    call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
+def test_indices_of_both_widths_compile():
+    index_dtypes = (torch.int32, torch.int64)
+    call = _CALL._replace(dtype=torch.float16, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
     source = hopper_plan(call).kernel.source
     check_code(source, "sm_90", check_fit, _shared_memory(call), _SPILLS[hopper_config(call).consumers])
     found = described(source)
-    types = {torch.int32: "*i32", torch.int64: "*i64"}
-    assert (found["problem.side.cu_seqlens_q"], found["problem.side.cu_seqlens_k"]) == tuple(
-        types[of] for of in index_dtypes
-    )
+    assert [found[f"problem.side.cu_seqlens_{of}"] for of in "qk"] == ["*i32", "*i64"]
     assert found["TOP_LEFT"]
 
 
