@@ -130,9 +130,12 @@ def _strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
         elements = max(elements, shape[index] * strides[index])
         if shape[index] == 1:
             strides[index] = draw(st.sampled_from([strides[index], 1, 7, 2**39 + 1]))
-    storage = torch.zeros(elements + 2 * unit, dtype=torch.uint8).to(dtype)
+    storage = torch.zeros(dtype.itemsize * (elements + 2 * unit), dtype=torch.uint8).view(dtype)
     start = -storage.data_ptr() % 16 // dtype.itemsize + draw(st.sampled_from([0, unit]))
     return storage.as_strided(shape, (*strides, 1), start)
+
+
+_DTYPES = (torch.float16, torch.bfloat16, FP8)
 
 
 class _Call(NamedTuple):
@@ -145,9 +148,9 @@ class _Call(NamedTuple):
 
 
 @st.composite
-def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], wide: bool = False) -> _Call:
-    """`wide`: heads of q or of v have more than 256 columns."""
-    dtype, packed = draw(st.sampled_from(dtypes)), draw(st.booleans())
+def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], wide: bool = False, plain: bool = False) -> _Call:
+    """`wide`: heads of q or of v have more than 256 columns. `plain`: no tensor beside q, k and v."""
+    dtype, packed = draw(st.sampled_from(dtypes)), not plain and draw(st.booleans())
     head_dim, head_dim_v = draw(st.integers(1, 256)), 8 * draw(st.integers(1, 32))
     if wide:
         more, more_v = draw(st.sampled_from([(256, 0), (0, 256), (256, 256)]))
@@ -168,13 +171,15 @@ def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], wide: bool = False)
         draw(st.sampled_from([0.1, -0.3, 0.0, 1e-25])), draw(optional), draw(optional),
         deterministic=draw(st.booleans()), softcap=draw(st.sampled_from([0.0, 30.0])),
     )  # fmt: skip
+    ones = torch.ones(heads)
+    slopes, sinks = (None if plain else draw(st.sampled_from([None, ones])) for _ in range(2))
     side = SideInputs(
         torch.tensor([0, seq_q // 2, seq_q]) if packed else None,
         torch.tensor([0, seq_k, seq_k], dtype=torch.int32) if packed else None,
         seq_q,
         seq_k,
-        alibi_slopes=draw(st.sampled_from([None, torch.ones(heads)])),
-        sinks=draw(st.sampled_from([None, torch.ones(heads)])),
+        alibi_slopes=slopes,
+        sinks=sinks,
     )
     return _Call(q, k, v, dout, side, spec)
 
@@ -185,10 +190,21 @@ def _served(phase: Phase, call: _Call) -> bool:
     return unsupported_reason(facts) is None
 
 
-@given(_calls((torch.float16, torch.bfloat16, FP8)))
-def test_a_forward_passes_what_its_kernel_declares(launched, call):
-    if not _served("forward", call):
-        return
+@given(st.one_of(_calls(_DTYPES), _calls(_DTYPES, plain=True)), st.booleans())
+def test_a_call_passes_what_its_kernels_declare(launched, call, has_dlse):
+    """Prepared launches pass the same."""
+    if _served("forward", call):
+        _check_forward(launched, call)
+        if call.side.plain:
+            _check_prepared_forward(launched, call)
+    if call.q.dtype is not FP8 and _served("backward", call):
+        inputs = _backward_inputs(call, has_dlse)
+        _check_backward(launched, call, inputs)
+        if call.side.plain:
+            _check_prepared_backward(launched, call, inputs)
+
+
+def _check_forward(launched: dict[str, _Launched], call: _Call) -> None:
     out, lse = launch.forward(call.q, call.k, call.v, call.side, call.spec)
     arguments = launched["attention_forward_kernel"].arguments
     described = {"k": call.k, "out": out}
@@ -212,11 +228,16 @@ def test_a_forward_passes_what_its_kernel_declares(launched, call):
     assert sizes == [call.q.shape[-2], call.q.shape[-2] // call.k.shape[-2], call.q.shape[-3], call.k.shape[-3]]
 
 
-@given(st.one_of(_calls((torch.float32,)), _calls((torch.float32,), wide=True)))
-def test_a_forward_of_float32_passes_what_its_kernels_declare(launched, call):
+@given(st.one_of(_calls((torch.float32,)), _calls((torch.float32,), wide=True)), st.booleans())
+def test_a_call_of_float32_passes_what_its_kernels_declare(launched, call, has_dlse):
     call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
-    if not _served("forward", call):
-        return
+    if _served("forward", call):
+        _check_float32_forward(launched, call)
+    if _served("backward", call):
+        _check_float32_backward(launched, call, has_dlse)
+
+
+def _check_float32_forward(launched: dict[str, _Launched], call: _Call) -> None:
     q, k, v, _, side, spec = call
     assert launch.prepare_forward(q, k, v, side, spec) is None  # TF32 may be allowed for the next call
     out, lse = launch.forward(q, k, v, side, spec)
@@ -230,12 +251,8 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched, call):
     assert sizes == [q.shape[-2], q.shape[-2] // k.shape[-2], q.shape[-3], k.shape[-3]]
 
 
-@given(_calls((torch.float16, torch.bfloat16, FP8)))
-def test_a_prepared_forward_passes_the_same(launched, call):
+def _check_prepared_forward(launched: dict[str, _Launched], call: _Call) -> None:
     q, k, v, _, side, spec = call
-    if not _served("forward", call) or not side.plain:
-        return
-    launch.forward(q, k, v, side, spec)
     expected = launched["attention_forward_kernel"]
     prepared = launch.prepare_forward(q, k, v, side, spec)
     assert (prepared is None) == (spec.scale <= 0)
@@ -254,24 +271,18 @@ def test_a_prepared_forward_passes_the_same(launched, call):
 _IN_SCRATCH = ("statistics_ptr", "sums_ptr", "cleared_ptr", "turns_ptr", "counter_ptr", "masked_dout_ptr")
 
 
-@given(_calls((torch.float16, torch.bfloat16)), st.booleans())
-def test_a_prepared_backward_passes_the_same(launched, call, has_dlse):
-    q, k, v, dout, side, spec = call
-    if not _served("backward", call) or not side.plain:
-        return
-    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    launched.clear()  # not every call has the last kernel
-    launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
+def _check_prepared_backward(launched: dict[str, _Launched], call: _Call, inputs: BackwardInputs) -> None:
     expected = dict(launched)
-    inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-    prepared = launch.prepare_backward(inputs, side, spec, Wanted())
-    assert (prepared is None) == (spec.scale <= 0)
+    prepared = launch.prepare_backward(inputs, call.side, call.spec, Wanted())
+    assert (prepared is None) == (call.spec.scale <= 0)
     if prepared is None:
         return
+    dout, dlse, q, k, v, out, lse = inputs
     dq, dk, dv, *_ = prepared(dout, dlse, (q, k, v, out, lse))
     main = launched["attention_backward_kernel"].arguments
-    moved_by_tma = {"q": q, "k": k, "v": v, "dk": dk, "dv": dv}
+    moved_by_tma = {"q": q, "k": k, "v": v}
+    if main["problem.shares"] == 1:  # else the main kernel stores parts of these
+        moved_by_tma |= {"dk": dk, "dv": dv}
     if main["dq_desc"] is not None:
         moved_by_tma["dq"] = dq
     else:
@@ -289,14 +300,10 @@ def test_a_prepared_backward_passes_the_same(launched, call, has_dlse):
                 assert given == value, parameter
 
 
-@given(_calls((torch.float16, torch.bfloat16)), st.booleans())
-def test_a_backward_passes_what_its_kernels_declare(launched, call, has_dlse):
-    if not _served("backward", call):
-        return
+def _check_backward(launched: dict[str, _Launched], call: _Call, inputs: BackwardInputs) -> None:
     q, k, v, dout, side, spec = call
-    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    gradients = launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
+    launched.clear()  # not every call has the last kernel
+    gradients = launch.backward(inputs, side, spec, Wanted())
     (tiles, begin), (programs, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
     described = {"k": k, "v": v}
     if main["problem.shares"] == 1:  # else the main kernel stores parts of these
@@ -320,7 +327,7 @@ def test_a_backward_passes_what_its_kernels_declare(launched, call, has_dlse):
         sums = 4 * config.block_m * backward_configs.tile_width(q.shape[-1])
         assert begin["statistics_ptr"] >= main["sums_ptr"] + sums * (tiles if summed else programs * of_a_line)
     masked_dout = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
-    masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
+    masked_dout_bytes = 2 * dout.numel() if begin["masked_dout_ptr"] else 0
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
     turns = begin["counter_ptr"] + 4
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
@@ -357,11 +364,15 @@ def _without_slopes(call: _Call) -> _Call:
     return call._replace(side=call.side._replace(alibi_slopes=None))
 
 
-def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
-    q, k, v, dout, side, spec = call
+def _backward_inputs(call: _Call, has_dlse: bool) -> BackwardInputs:
+    q, k, v, dout, *_ = call
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    return launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
+    return BackwardInputs(dout, dlse, q, k, v, out, lse)
+
+
+def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
+    return launch.backward(_backward_inputs(call, has_dlse), call.side, call.spec, Wanted())
 
 
 def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
@@ -398,11 +409,7 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(launched, call
     assert begin["cu_seqlens_q_ptr"] == of_dv["problem.side.cu_seqlens_q"] == sequences
 
 
-@given(_calls((torch.float32,)), st.booleans())
-def test_a_backward_of_float32_passes_what_its_kernels_declare(launched, call, has_dlse):
-    call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
-    if not _served("backward", call):
-        return
+def _check_float32_backward(launched: dict[str, _Launched], call: _Call, has_dlse: bool) -> None:
     q, k, v, dout, side, spec = call
     inputs = BackwardInputs(dout, None, q, k, v, dout, torch.zeros(0))
     assert launch.prepare_backward(inputs, side, spec, Wanted()) is None  # TF32 may be allowed for the next call
