@@ -499,7 +499,8 @@ def test_visible_key_tiles(seq_q, seq_k, keys, tile_rows, left, right, top_left)
     """Tiles hold all that is visible and each holds something; what is called clear is visible to all rows."""
     spec = AttentionSpec(1.0, left, right, top_left)
     keys = min(keys, seq_k)
-    visible = reference.visible_keys(seq_q, seq_k, spec, torch.device("cpu"))[:, :keys]
+    part = reference.whole_part(torch.zeros(1, seq_q, 1, 1), torch.zeros(1, seq_k, 1, 1))
+    visible = reference.shown_by_position(part, SideInputs(), spec)[0, 0, :, :keys]
     for start in range(0, seq_q, tile_rows):
         rows = range(start, min(start + tile_rows, seq_q))
         seen = visible[rows.start : rows.stop]
