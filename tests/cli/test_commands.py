@@ -171,6 +171,7 @@ def widest_lines(table):
     return [max(table.lines, key=lambda line: size(line[column])) for column in columns for size in sizes]
 
 
+@pytest.mark.slow
 def test_tables_fit_80_columns_and_break_no_word():
     count = 0
     for table in tables_of_all_commands():
@@ -410,6 +411,7 @@ def test_bench_shows_speeds_beside_an_earlier_record(tmp_path):
     assert result.exit_code == 0 and "Beside the earlier record" in result.output, result.output
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_host_time_is_of_what_calls_may_have(tmp_path):
     output = tmp_path / "record.json"

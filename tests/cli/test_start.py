@@ -58,6 +58,7 @@ def test_names_loaded_late_are_those_loaded_at_once(run_without):
     assert after.stdout == at_once.stdout + "is not there\n" and "True" in after.stdout, after.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["-c", "flashtile"], ids=["program", "command"])
 def test_modules_are_attributes_that_load_when_they_are_asked_for(run_without, program):
     names = ("compat", "distributed", "integrations", "io_model", "learn", "models", "modules", "testing")
@@ -86,6 +87,7 @@ def test_torch_speaks_of_numpy(run_without):
     assert "Failed to initialize NumPy" in run_without({"numpy"}, "-c", "import torch").stderr
 
 
+@pytest.mark.slow
 def test_without_triton_the_cpu_serves_and_the_doctor_says_how_to_get_it(run_without):
     """It is no dependency: builds of torch for GPUs bring it, and a CPU needs none."""
     lines = (

@@ -236,6 +236,7 @@ def test_runner(options, release, program, capsys):
     assert capsys.readouterr().out == f"{release} __main__ {[program, '--size', '3']} beside\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")
 def test_runner_as_a_command_leaves_a_safe_path_alone(program, tmp_path):
     """There the first folder is not that of the program, and need not be found again."""

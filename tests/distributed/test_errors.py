@@ -17,6 +17,7 @@ def results(tmp_path_factory):
     return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
+@pytest.mark.slow
 @each_case(
     "name, message",
     [
@@ -55,6 +56,7 @@ def test_ranks_agree_once_for_each_kind_of_call(results):
     assert [of_rank["agreed"] for of_rank in results] == [[1, 1, 1, 2]] * 2
 
 
+@pytest.mark.slow
 def test_ranks_need_no_numpy(tmp_path):
     """They compare their calls, and compute one."""
     program = (

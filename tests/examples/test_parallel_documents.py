@@ -10,6 +10,7 @@ from support.models.training_runs import Run, launch, printed
 
 
 # A checkpoint is written here by a process that has joined no others.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_losses_over_four_and_over_two_processes_are_those_of_one(tmp_path):
     saved = [f"--checkpoint={tmp_path / 'documents'}", "--float64", "--steps=2"]

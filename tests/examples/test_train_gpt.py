@@ -177,6 +177,7 @@ def test_learns_on_a_gpu(train, tmp_path):
     assert entries(tmp_path / "run")[-1]["validation_loss"] < 2.8
 
 
+@pytest.mark.slow
 def test_processes_that_share_sequences_are_one_and_take_each_others_checkpoints(train, text, tmp_path):
     """Context parallel, with FSDP and with DDP: the same losses, and a checkpoint goes on with another division."""
     assert train("one", "--fused-loss") == 0

@@ -235,6 +235,7 @@ def test_a_layer_decomposes_without_its_dropout_in_evaluation():
         decompose(torch.export.export(layer.train(), (x,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, padded", [("mistral", True), ("gpt2", False)], ids=["mistral-padded", "gpt2-whole"])
 def test_a_model_of_transformers_exports_for_any_batch_and_length(name, padded):
     pytest.importorskip("transformers")

@@ -26,6 +26,7 @@ def results(tmp_path_factory):
     return start_once(JOBS, 2, tmp_path_factory, __name__)
 
 
+@pytest.mark.slow
 @each_case("name", MODELS)
 def test_models_over_shards_are_the_same_models(name, results):
     """Logits of all tokens and the loss on every rank; gradients that add up. Models round to float32 in places, so

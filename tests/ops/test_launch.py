@@ -425,6 +425,7 @@ def test_the_launcher_follows_from_the_version(version, hip, expected, monkeypat
     assert launcher.launcher.__wrapped__() is expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
 def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path):
     """Every byte of every parameter, of attention's kernels, in this version of Triton."""

@@ -203,6 +203,7 @@ def test_from_predicate_that_does_not_look_at_every_index(constant):
     check_mask(BlockMask.from_predicate(lambda b, h, q, k: (k < 100) == constant, None, None, 70, 100), dense)
 
 
+@pytest.mark.slow
 @pytest.mark.unpoisoned
 def test_long_masks_take_little_memory():
     """The matrix alone would be 1 GB, its indices 8."""

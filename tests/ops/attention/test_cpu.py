@@ -569,6 +569,7 @@ _LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.unpoisoned
 def test_memory_is_linear():
     """The peak of forward and backward over that of a short call: a few copies of the inputs, and tiles."""

@@ -248,6 +248,7 @@ def test_a_mask_of_inference_mode_is_what_its_tensors_hold(conversions):
     assert len(conversions) == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_mask_of_pytorch_is_what_its_function_reads_now():
     query, key, value = inputs()
     newest = torch.tensor(149)

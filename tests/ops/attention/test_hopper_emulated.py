@@ -518,8 +518,15 @@ _GROUPS: dict[str, _Calls] = {
 
 
 def _parameters() -> list:
+    """The quick tests have a case of each group but those that try orders of events, thresholds and unusual values."""
     return [
-        pytest.param(name, case, seed, id=f"{name}-{case}")
+        pytest.param(
+            name,
+            case,
+            seed,
+            id=f"{name}-{case}",
+            marks=[pytest.mark.slow] * (calls.orders > 1 or calls.values is not None or bool(calls.thresholds)),
+        )
         for name, calls in _GROUPS.items()
         for seed, case in enumerate(calls.cases)
     ]
