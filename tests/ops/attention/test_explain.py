@@ -34,6 +34,11 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch):
     assert "the tensors are on cuda" in automatic.rejected["cpu"]
 
 
+def test_a_single_stage_is_no_stages():
+    assert ", 1 stage, " in str(_explain(dtype=torch.float32, head_dim=32, device="sm_90", backend="triton"))
+    assert ", 3 stages, " in str(_explain(device="sm_90", backend="triton"))
+
+
 @pytest.mark.parametrize("learns", [False, True])
 def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns):
     table = torch.zeros(8191, device="meta", requires_grad=learns)

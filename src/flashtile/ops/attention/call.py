@@ -494,7 +494,5 @@ def summarise(
     block: tuple[int, int], warps: str, stages: int, shared_memory: int, rows: str = "queries", more: str = ""
 ) -> str:
     """Tiles in words, for `KernelChoice.summary`. `block`: rows and keys of a tile; `more`: what else there is."""
-    return (
-        f"{block[0]} {rows} × {block[1]} keys, {warps}, {stages} stages, about {shared_memory // 1024} KiB of shared "
-        f"memory{more}"
-    )
+    tile, in_stages = f"{block[0]} {rows} × {block[1]} keys", "1 stage" if stages == 1 else f"{stages} stages"
+    return f"{tile}, {warps}, {in_stages}, about {shared_memory // 1024} KiB of shared memory{more}"
