@@ -230,6 +230,7 @@ def test_right_dropout_of_transformers_gets_a_speed():
         assert row["ms"] is not None, row
 
 
+@pytest.mark.slow
 def test_right_dropout_of_bert_gets_a_speed():
     pytest.importorskip("transformers")
     for row in run_bert(*bert_case(), *bert.select(["flashtile", "transformers-sdpa", "transformers-flashtile"])):

@@ -16,6 +16,7 @@ flash_attn_unpadded_qkvpacked_func = served(1, "flash_attn_interface").flash_att
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph():
     q, k, cu = normal(2, 9, 4, 16).float(), normal(2, 12, 2, 16, seed=1).float(), cumulative([4, 5])
     rows, cache = normal(9, 3, 2, 16).float(), normal(2, 16, 2, 16, seed=2).float()

@@ -21,6 +21,7 @@ def test_results_and_gradients_over_four_ranks_are_those_of_one_process(tmp_path
         check_pairs(job, results)
 
 
+@pytest.mark.slow
 @each_case("job", ["calls", "plans", "modules", "compiled", "fully sharded"])
 def test_results_and_gradients_are_those_of_one_process(job, results):
     check_pairs(job, results)

@@ -23,6 +23,7 @@ def expected():
     return {name: alone(config) for name, config in CONFIGS.items()}
 
 
+@pytest.mark.slow
 @each_case("strategy", ["ring", "all_to_all"])
 @each_case("name", CONFIGS)
 def test_context_parallel_models_are_the_same_model(name, strategy, results, expected):
