@@ -33,6 +33,16 @@ _MODULES = (
     "testing",
 )
 
+#: Names of other libraries -> what does the same here.
+_ELSEWHERE = {
+    **dict.fromkeys(("flash_attn_func", "flash_attn_qkvpacked_func", "memory_efficient_attention"), "attention"),
+    **dict.fromkeys(("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "varlen_attn"), "attention_varlen"),
+    "flash_attn_with_kvcache": "attention_with_kv_cache",
+    "create_block_mask": "BlockMask.from_predicate",
+    "MultiheadAttention": "modules.MHA",
+    **{name: f"modules.{name}" for name in ("MHA", "LayerNorm", "RMSNorm", "pad_input", "unpad_input")},
+}
+
 if TYPE_CHECKING:
     from flashtile import compat as compat
     from flashtile import distributed as distributed
@@ -60,7 +70,9 @@ if not TYPE_CHECKING:
             globals().update(names)
             if name in names:
                 return names[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        here = f"; use {__name__}.{_ELSEWHERE[name]} (docs/migrating.md)" if name in _ELSEWHERE else ""
+        message = f"module {__name__!r} has no attribute {name!r}{here}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES})
+        return sorted({*globals(), *_MODULES} - {"Any", "TYPE_CHECKING", "import_module", "os", "sys"})

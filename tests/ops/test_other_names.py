@@ -1,6 +1,8 @@
 """Arguments that a public function does not have, or has by name only: the error says what to write."""
 
 import inspect
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -121,3 +123,17 @@ def test_compiled_functions_stay_whole():
     q = torch.randn(1, 5, 2, 8)
     compiled = torch.compile(lambda q: flashtile.attention(q, q, q, causal=True), backend="eager", fullgraph=True)
     assert_same(compiled(q), flashtile.attention(q, q, q, causal=True))
+
+
+@pytest.mark.parametrize("name, here", flashtile._ELSEWHERE.items())
+def test_names_of_other_libraries_say_what_to_use(name, here):
+    assert callable(operator.attrgetter(here)(flashtile))
+    with pytest.raises(
+        AttributeError, match=rf"no attribute '{name}'; use flashtile\.{re.escape(here)} \(docs/migrating"
+    ):
+        getattr(flashtile, name)
+
+
+def test_the_package_lists_names_that_users_reach():
+    listed = {name for name in dir(flashtile) if not name.startswith("_")}
+    assert {*flashtile.__all__, "modules", "compat"} <= listed and not {"os", "sys", "Any", "TYPE_CHECKING"} & listed
