@@ -34,6 +34,7 @@ from flashtile.ops.attention.reference import (
     modified_scores,
     products,
     row_logits,
+    seen_keys,
     softmax,
     weighted,
     with_terms,
@@ -104,7 +105,7 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """Tangents of some rows: out `[B, H, R, Dv]` and lse `[B, H, R]`."""
     batch, _, heads, _ = q.shape
-    of_keys = functools.partial(load_keys, part=part, heads=heads, side=side, spec=spec)
+    of_keys = functools.partial(load_keys, part=part, heads=heads, seen=seen_keys(part, side, spec))
     dq, dk, dv = (None if tensor is None else tensor.to(q.dtype) for tensor in tangents[:3])
     q_rows, keys, values = load_rows(q, part), of_keys(k), of_keys(v)
     product = products(q_rows, keys, part)

@@ -125,8 +125,9 @@ def attention_probs(
     group = heads_q // k.shape[2] if head_numbers is None else 1
     part = Part(row_numbers, head_numbers, group, 0, seq_k, seq_q, seq_k)
     with dispatch.without_autocast(q):
-        wide_q, wide_k = (tensor.to(lse_dtype(q.dtype)) for tensor in (q, k))
-        rows, keys = reference.load_rows(wide_q, part), reference.load_keys(wide_k, part, heads_q, side, spec)
+        seen = reference.seen_keys(part, side, spec)
+        operands = reference.load_rows(q, part), reference.load_keys(k, part, heads_q, seen)
+        rows, keys = (tensor.to(lse_dtype(q.dtype)) for tensor in operands)
         scores, shown, _ = reference.modified_scores(reference.products(rows, keys, part), part, side, spec)
         weights = reference.softmax(scores, shown, part, side).keys
         return reference.dropped(weights, reference.kept_weights(part, batch, heads_q, side, spec), spec)

@@ -93,7 +93,8 @@ def _forward_dense(
 ) -> tuple[Tensor, ...]:
     batch, _, heads, _ = q.shape
     part = whole_part(q, k, sequence)
-    keys, values = load_keys(k, part, heads, side, spec), load_keys(v, part, heads, side, spec)
+    seen = seen_keys(part, side, spec)
+    keys, values = load_keys(k, part, heads, seen), load_keys(v, part, heads, seen)
     scores, shown, _ = modified_scores(products(load_rows(q, part), keys, part), part, side, spec)
     weights = softmax(scores, shown, part, side)
     probs = dropped(weights.keys, kept_weights(part, batch, heads, side, spec), spec)
@@ -127,12 +128,13 @@ def _column_sums_dense(
     q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, sequence: int | None = None
 ) -> Tensor:
     part, lse = whole_part(q, k, sequence), lse[..., None]
-    product = products(load_rows(q, part), load_keys(k, part, q.shape[2], side, spec), part)
+    keys = load_keys(k, part, q.shape[2], seen_keys(part, side, spec))
+    product = products(load_rows(q, part), keys, part)
     scores, shown, _ = modified_scores(product, part, side, spec)
     return torch.exp(scores - lse).masked_fill(~(shown & ~lse.isneginf()), 0).sum(dim=-2)
 
 
-# What the weights of some rows are
+# The weights of some rows
 
 
 class Part(NamedTuple):
@@ -194,15 +196,19 @@ def load_rows(tensor: Tensor, part: Part) -> Tensor:
     return _stacked(rows.transpose(1, 2), part)
 
 
-def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor:
+def load_keys(tensor: Tensor, part: Part, heads: int, seen: Tensor) -> Tensor:
     """The part's keys or values of `[B, S, Hkv, D]`: `[B, Hkv, C, D]`, each head as often as the chosen heads read it.
-    `heads`: query heads of the call. Keys that none of the rows sees may be NaN, and are 0 here."""
+    `heads`: query heads of the call. Keys that are not `seen` (`seen_keys`) may be NaN, and are 0 here."""
     # Not by brackets, which make an alias of everything: that has no rule where one tangent stands for several.
     keys = tensor.narrow(1, part.first_key, part.keys)
     if part.heads is not None:
         keys = keys.index_select(2, part.heads // (heads // tensor.shape[2]))
-    seen = shown_by_position(part, side, spec).any(dim=-2)  # [B | 1, 1, C]
     return keys.transpose(1, 2).masked_fill(~seen[..., None], 0)
+
+
+def seen_keys(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """The keys that some of the rows see by the band and the key lengths: bool `[B | 1, 1, C]`."""
+    return shown_by_position(part, side, spec).any(dim=-2)
 
 
 def products(rows: Tensor, keys: Tensor, part: Part) -> Tensor:
@@ -257,10 +263,11 @@ def modified_scores(
         scores, cap = spec.softcap * tanh, 1 - tanh * tanh
     if spec.score_program is not None:
         inputs, program = _function_inputs(scores, part), parse(spec.score_program)
-        # Hidden pairs have no gradient, whatever the function's derivative is there.
-        with torch.no_grad():
-            found = with_terms(apply(program, inputs, side.captured, shown), part, side, spec)
-        shown = shown & ~found.isneginf()
+        if torch.is_grad_enabled():
+            # Pairs that the function hides have no gradient, whatever its derivative is there.
+            with torch.no_grad():
+                found = with_terms(apply(program, inputs, side.captured, shown), part, side, spec)
+            shown = shown & ~found.isneginf()
         scores = apply(program, inputs, side.captured, shown)
     scores = with_terms(scores, part, side, spec)
     return scores, shown & ~scores.isneginf(), Changes(cap, inputs)
