@@ -18,6 +18,8 @@ from flashtile.bench.serving_cases import ServingCase, tables
 from support.running.command_line import invoke
 from support.running.each_case import each_case
 
+pytestmark = pytest.mark.usefixtures("short_measuring")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = ServingCase(3, 48, 4, 2, 16, 24, dtype="fp32")
 CASES = {
@@ -35,12 +37,6 @@ CASES = {
 }
 BY_NAME = {each.name: each for each in IMPLEMENTATIONS}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="measures what a machine without a GPU would")
-
-
-@pytest.fixture(autouse=True)
-def short_measuring(monkeypatch):
-    monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
 
 
 def run(case, *chosen):

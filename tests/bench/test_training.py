@@ -31,16 +31,12 @@ from flashtile.bench.training import (
 from flashtile.bench.training_steps import judge_losses, peak_tflops
 from support.running.each_case import each_case
 
+pytestmark = pytest.mark.usefixtures("short_measuring")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = TrainCase("gpt2-tiny", 3, 8, "fp32")
 DROPPED = TrainCase("gpt2-tiny", 3, 16, "fp32", dropout_p=0.1)
 BY_NAME = {each.name: each for each in IMPLEMENTATIONS}
-
-
-@pytest.fixture(autouse=True)
-def short_measuring(monkeypatch):
-    monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
 
 
 def run(case, *chosen):

@@ -84,7 +84,7 @@ def choose(choice: str, device: Any, key: tuple, shipped: _Cut) -> _Cut:
 
 
 def cut_from(choice: str, device: Any, key: tuple | None) -> str:
-    """Where a cut comes from, as `KernelChoice.tiles_from` has it. `key`: None where no table is asked."""
+    """The source of a cut, as `KernelChoice.tiles_from` has it. `key`: None for a call that no table is asked about."""
     if key is not None and device.tuned and device.tuned.find(choice, key):
         return "tuned"
     return "measured" if device.arch == "sm_90" else "predicted"

@@ -48,7 +48,7 @@ def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
 
 
 class Mask(NamedTuple):
-    """What a case shows.
+    """The pairs of a query and a key that a case shows.
 
     Attributes:
         pairs: pairs of one head that are visible over the batch, as far as they count as work.
@@ -82,7 +82,7 @@ class Mask(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _made(make: Callable[[torch.device], Any], device: torch.device) -> Any:
-    """What a case's mask makes on a device, where it reads tensors."""
+    """The result of a mask's `pattern` or `visible` on a device, made once: both read tensors."""
     return make(device)
 
 

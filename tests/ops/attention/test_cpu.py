@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashtile
-from flashtile.ops.attention import cpu, reference
+from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiled, tiles, torch_parts
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 from support.attention.attention_cases import COMBINED, EDGES, score_mod_combined
+from support.attention.mask_checks import shown_by_band
 from support.running.covering import turns
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -499,8 +500,7 @@ def test_visible_key_tiles(seq_q, seq_k, keys, tile_rows, left, right, top_left)
     """Tiles hold all that is visible and each holds something; what is called clear is visible to all rows."""
     spec = AttentionSpec(1.0, left, right, top_left)
     keys = min(keys, seq_k)
-    part = reference.whole_part(torch.zeros(1, seq_q, 1, 1), torch.zeros(1, seq_k, 1, 1))
-    visible = reference.shown_by_position(part, SideInputs(), spec)[0, 0, :, :keys]
+    visible = shown_by_band(seq_q, seq_k, spec)[:, :keys]
     for start in range(0, seq_q, tile_rows):
         rows = range(start, min(start + tile_rows, seq_q))
         seen = visible[rows.start : rows.stop]

@@ -525,7 +525,7 @@ def _parameters() -> list:
             case,
             seed,
             id=f"{name}-{case}",
-            marks=[pytest.mark.slow] * (calls.orders > 1 or calls.values is not None or bool(calls.thresholds)),
+            marks=pytest.mark.slow if calls.orders > 1 or calls.values or calls.thresholds else (),
         )
         for name, calls in _GROUPS.items()
         for seed, case in enumerate(calls.cases)

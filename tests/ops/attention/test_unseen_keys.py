@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.attention import reference
 from flashtile.ops.attention.call import seen_call, visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close
+from support.attention.mask_checks import shown_by_band
 
 NAN = float("nan")
 SEQ_Q, SEQ_K = 21, 75
@@ -127,22 +127,18 @@ def test_hopper(name, width, dtype):
 @pytest.mark.parametrize("top_left", [False, True])
 @pytest.mark.parametrize("seq_q, seq_k", [(4, 9), (9, 4), (5, 5)])
 def test_the_call_over_seen_keys_sees_the_same(seq_q, seq_k, top_left):
-    def pairs(seq_q, seq_k, spec):
-        part = reference.whole_part(torch.zeros(1, seq_q, 1, 1), torch.zeros(1, seq_k, 1, 1))
-        return reference.shown_by_position(part, SideInputs(), spec)[0, 0]
-
     q, k = torch.zeros(1, seq_q, 2, 8), torch.zeros(1, seq_k, 1, 8)
     sides = [None, -6, -3, 0, 2, 6]
     for left in sides:
         for right in sides:
             spec = AttentionSpec(1.0, left, right, top_left)
-            whole = pairs(seq_q, seq_k, spec)
+            whole = shown_by_band(seq_q, seq_k, spec)
             first, last = visible_keys(seq_q, seq_k, spec)
             call = seen_call(q, k, k, SideInputs(alibi_slopes=torch.ones(2)), spec)
             assert not whole[:, :first].any() and not whole[:, last:].any()
             if call is None:
                 assert (first, last) == (0, seq_k)
                 continue
-            assert torch.equal(pairs(seq_q, last - first, call.spec), whole[:, first:last]), (left, right)
+            assert torch.equal(shown_by_band(seq_q, last - first, call.spec), whole[:, first:last]), (left, right)
             distance = last - first - seq_q + (call.spec.origin.diagonal if call.spec.origin else 0)
             assert distance == seq_k - seq_q - first

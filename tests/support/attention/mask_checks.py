@@ -1,4 +1,4 @@
-"""What must hold of any `BlockMask`, written tile by tile from the dense mask alone."""
+"""The pairs that functions and bands show, and what must hold of any `BlockMask`, tile by tile from the dense mask."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from flashtile import BlockMask
+from flashtile.ops.attention import reference
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 
 def dense_of(predicate, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:
@@ -15,6 +17,12 @@ def dense_of(predicate, batch: int, heads: int, seq_q: int, seq_k: int) -> Tenso
         for b in range(batch)
     ]
     return torch.tensor(values, dtype=torch.bool).view(batch, heads, seq_q, seq_k)
+
+
+def shown_by_band(seq_q: int, seq_k: int, spec: AttentionSpec) -> Tensor:
+    """bool `[seq_q, seq_k]` of a spec's band."""
+    part = reference.whole_part(torch.zeros(1, seq_q, 1, 1), torch.zeros(1, seq_k, 1, 1))
+    return reference.shown_by_position(part, SideInputs(), spec)[0, 0]
 
 
 def check_mask(mask: BlockMask, dense: Tensor) -> None:
