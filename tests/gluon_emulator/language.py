@@ -288,8 +288,20 @@ def _arrive(barrier: Barrier, count: int = 1) -> None:
 
 def _every_thread_arrives(barrier: Barrier, increment_count: bool = True) -> None:
     assert not increment_count
-    barrier.arrive(current().threads)
-    current().let_others_run()
+    crew = current()
+    if crew.copies:
+        crew.arrive_after_copies(barrier)
+    else:
+        barrier.arrive(crew.threads)
+    crew.let_others_run()
+
+
+def _copy_to_shared(place: Shared, pointer: Value, mask: Any = True) -> None:
+    """Elements at addresses, zeros where masked, to shared memory at some time from now on."""
+    addresses, where = _access(pointer, mask)
+    dtype, memory = pointer.dtype.element_ty, current().machine.memory
+    assert place.shape == list(addresses.shape) and place.dtype is dtype
+    current().start_copy(lambda: torch.where(where, memory.load(addresses, dtype, where), 0), place)
 
 
 # Machine instructions that kernels write themselves.
@@ -410,7 +422,12 @@ _INSTRUCTIONS = {
 }
 
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
-async_copy = SimpleNamespace(mbarrier_arrive=_every_thread_arrives)
+async_copy = SimpleNamespace(
+    mbarrier_arrive=_every_thread_arrives,
+    async_copy_global_to_shared=_copy_to_shared,
+    commit_group=lambda: None,
+    wait_group=lambda left: current().finish_copies(),
+)
 mbarrier = SimpleNamespace(
     MBarrierLayout=_Barriers,
     init=lambda barrier, count: barrier.init(int(count)),

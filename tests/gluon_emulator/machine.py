@@ -106,6 +106,25 @@ class Copy:
         return True
 
 
+class ThreadCopies:
+    """What threads copy to shared memory, and their arrival at a barrier when it is there. TMA and products do not see
+    it, because no fence follows."""
+
+    def __init__(self, copies: list[tuple[Callable[[], torch.Tensor], Shared]], barrier: Barrier, threads: int) -> None:
+        self._copies, self._barrier, self._threads = copies, barrier, threads
+
+    def happen(self) -> bool:
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        for load, target in self._copies:
+            target.data.copy_(load())
+            target.unfenced.fill_(True)
+            target.stores.append(None)
+        self._barrier.arrive(self._threads)
+
+
 class Store:
     """A tile on its way from shared memory to device memory: first it is read, later it is there."""
 
@@ -147,6 +166,8 @@ class Crew:
         self.products: list[Product] = []
         self.stores: list[Store] = []
         self.unfenced: list[Shared] = []
+        self.copies: list[tuple[Callable[[], torch.Tensor], Shared]] = []
+        self.copying: list[ThreadCopies] = []
         self.flags: dict[str, int | None] = {}
         self.over = False
         self.slow = machine.lots.random() < _SLOW
@@ -249,6 +270,26 @@ class Crew:
         place.stores.append(None)
         self.unfenced.append(place)
 
+    def start_copy(self, load: Callable[[], torch.Tensor], target: Shared) -> None:
+        """A copy by all threads."""
+        target.poison()
+        self.copies.append((load, target))
+
+    def arrive_after_copies(self, barrier: Barrier) -> None:
+        """All threads arrive, when what they copy is there."""
+        copying = ThreadCopies(self.copies, barrier, self.threads)
+        self.machine.begin(copying)
+        self.copying.append(copying)
+        self.copies = []
+
+    def finish_copies(self) -> None:
+        """Waits for all that its threads copy."""
+        assert not self.copies, "copies that no barrier follows"
+        self.let_others_run()
+        for copying in self.copying:
+            self.machine.finish(copying)
+        self.copying.clear()
+
 
 def _check_operands(a: Any, b: Shared) -> None:
     assert a.shape[1] == b.shape[0] and a.shape[0] == 64, (a.shape, b.shape)
@@ -276,8 +317,8 @@ class Machine:
 
     def __init__(self, memory: Memory, lots: random.Random, resident: int) -> None:
         self.memory, self.lots, self.resident = memory, lots, resident
-        self._soon: list[Copy | Store] = []
-        self._late: list[Copy | Store] = []
+        self._soon: list[Copy | ThreadCopies | Store] = []
+        self._late: list[Copy | ThreadCopies | Store] = []
         self.error: BaseException | None = None
         self._crews: list[Crew] = []
         self._steps = 0
@@ -320,15 +361,15 @@ class Machine:
         self.begin(Copy(lambda: descriptor.load(self.memory, *inside), target, barrier))
         current().let_others_run()
 
-    def begin(self, event: Copy | Store) -> None:
+    def begin(self, event: Copy | ThreadCopies | Store) -> None:
         (self._late if self.lots.random() < _LATE else self._soon).append(event)
 
-    def finish(self, store: Store) -> None:
-        """A store that someone waits for, if it is not over."""
+    def finish(self, event: ThreadCopies | Store) -> None:
+        """What someone waits for, if it is not over."""
         for events in (self._soon, self._late):
-            if store in events:
-                events.remove(store)
-                store.finish()
+            if event in events:
+                events.remove(event)
+                event.finish()
 
     def switch(self, crew: Crew) -> None:
         """Lets whoever is drawn go on, which may be the same."""
@@ -360,7 +401,7 @@ class Machine:
                     return drawn
                 self._happen(drawn, events)
 
-    def _happen(self, event: Copy | Store, events: list[Copy | Store]) -> None:
+    def _happen(self, event: Copy | ThreadCopies | Store, events: list[Copy | ThreadCopies | Store]) -> None:
         try:
             if event.happen():
                 events.remove(event)

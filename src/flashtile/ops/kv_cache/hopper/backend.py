@@ -34,8 +34,9 @@ _GATHERED_FROM, _WORKSPACE = 64, 2**30
 #: of 1); 205 and 187 with 2.6 (8 bits).
 _PORTABLE_ROWS, _LATENT_ROWS, _GATHERED_BYTES = 16, 64, 2.0
 #: The latent kernel widens rows of 8 bits itself for up to so many tiles of a sequence, each of which does it again. µs
-#: on an H200 of such calls with 16 and 128 heads, 1 and 2 tiles: 177 and 334; gathered 207 and 250.
-_WIDENED_TILES = 1
+#: on an H200 of such calls with 16 and 128 heads, 1 and 2 tiles: 91 and 179; gathered 207 and 250. Of 4 sequences, 8
+#: queries, 128 heads, 16 tiles: 180; gathered 134.
+_WIDENED_TILES = 4
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
 #: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,

@@ -9,8 +9,8 @@ Shapes::
 A thread block has a tile of rows, and one split of the keys that they see (`split_keys`). Its roles:
 
 - `load`, one warp: loads q once, and the cache by tiles of keys, each in nine chunks of 64 columns with a place and
-  barriers of their own. A place is filled again as soon as its chunk has been multiplied. If the cache has 8 bits, a
-  warpgroup, `widen`, loads its rows into registers some chunks ahead and stores them in 16 bits; pages have any size
+  barriers of their own. A place is filled again as soon as its chunk has been multiplied. If the cache has 8 bits,
+  `score` copies its chunks instead, some ahead, and a warpgroup, `widen`, stores them in 16 bits; pages have any size
   then.
 - `score`, a warpgroup: scores and weights of a tile, which it hands over through one place on chip (`Exchange`).
 - `sum_values`, two warpgroups: each the sums of half of the value columns, which take 128 registers of a thread.
@@ -60,7 +60,6 @@ from flashtile.ops.attention.hopper.primitives import (
     packed_sequence,
     product_layout,
     release,
-    ring_slot,
     row_maximum,
     row_sums,
     rows_in_cache,
@@ -80,13 +79,23 @@ from flashtile.ops.common.tiles import box_rows
 from flashtile.ops.kv_cache.hopper.latent_producers import (
     CHUNK,
     CHUNKS,
-    STAGES,
+    COPIED,
+    GROUP,
     SUM_CHUNKS,
     VALUE_CHUNKS,
     CachedRows,
+    Copied,
     N,
     chunk_column,
+    chunk_slot,
+    copy_group,
+    finish_copies,
+    key_places,
+    make_factors,
+    make_words,
     produce,
+    row_pages,
+    tile_rows,
 )
 
 #: Columns of values.
@@ -214,10 +223,12 @@ class Exchange(NamedTuple):
 
 class Shared(NamedTuple):
     """What the roles share on chip: chunks of `q` and of `keys`, `full` and `empty` barriers of the latter, and the
-    `Exchange`. Chunks of q arrive with those of the first keys, or where keys are widened, at a barrier `q_full`."""
+    `Exchange`. Chunks of q arrive with those of the first keys, or where keys are `Copied` first, at a barrier
+    `q_full`."""
 
     q: Any
     q_full: Any
+    copied: Any
     keys: Any
     full: Any
     empty: Any
@@ -248,12 +259,20 @@ def latent_attention_kernel(
     )
     dtype: gl.constexpr = q_desc.dtype
     work = tile_work(sequences, length, problem, config)
+    rows = CachedRows(cache_ptr, cache_strides, descales.k, factor_strides)
+    PLACES: gl.constexpr = key_places(WIDENS)[0]
+    TOGETHER: gl.constexpr = key_places(WIDENS)[1]
+    copied = None
+    if WIDENS:
+        factors = make_factors() if factor_strides.row is not None else None
+        copied = Copied(make_words(), barriers(COPIED, WARPGROUP), factors)
     shared = Shared(
         q=gl.allocate_shared_memory(dtype, [CHUNKS, M, CHUNK], matrix_layout(CHUNK)),
         q_full=barriers(1, 1) if WIDENS else None,
-        keys=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, N, CHUNK], matrix_layout(CHUNK)),
-        full=barriers(STAGES * CHUNKS, WARPGROUP if WIDENS else 1),
-        empty=barriers(STAGES * CHUNKS, WARPGROUP),
+        copied=copied,
+        keys=gl.allocate_shared_memory(dtype, [PLACES, N, CHUNK], matrix_layout(CHUNK)),
+        full=barriers(PLACES // TOGETHER, WARPGROUP if WIDENS else 1),
+        empty=barriers(PLACES // TOGETHER, TOGETHER * WARPGROUP),
         exchange=Exchange(
             weights=gl.allocate_shared_memory(dtype, [M, N], matrix_layout(N)),
             numbers=gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -267,14 +286,13 @@ def latent_attention_kernel(
     of_all = Descales(None, None)
     if factor_strides.row is None:
         of_all = descales
-    rows = CachedRows(cache_ptr, cache_strides, descales.k, factor_strides)
     PRODUCERS: gl.constexpr = 4 if WIDENS else 1
     gl.warp_specialize(
         [
-            (score, (shared, lse_ptr, sequences.tree, of_all, work, problem, config)),
+            (score, (shared, lse_ptr, rows, sequences, of_all, work, problem, config)),
             (sum_values, (0, shared, work.tiles, out, config)),
             (sum_values, (1, shared, work.tiles, out, config)),
-            (produce, (q_desc, cache_desc, rows, shared, sequences, work, problem, config)),
+            (produce, (q_desc, cache_desc, shared, sequences, work, problem, config)),
         ],
         [4, 4, PRODUCERS],
         [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS],
@@ -369,6 +387,13 @@ def output_block(out_ptr, work, problem, config):
     return Output(out_ptr + place * COLUMNS, rows)
 
 
+@gluon.jit
+def release_chunk(shared, index, chunk: gl.constexpr, config):
+    """A chunk of tile `index` is no longer read."""
+    _, slot, _ = chunk_slot(index, chunk, config)
+    release(shared.empty.index(slot))
+
+
 @gluon.constexpr_function
 def value_chunk(which, index):
     """The place among the chunks of the `index`-th one that a warpgroup sums."""
@@ -379,9 +404,10 @@ def value_chunk(which, index):
 
 
 @gluon.jit
-def score(shared, lse_ptr, tree_ptr, descales, work, problem, config):
-    """Scores and weights of each tile of keys, and lse."""
+def score(shared, lse_ptr, rows, sequences, descales, work, problem, config):
+    """Scores and weights of each tile of keys, and lse. Copies the keys, if they have 8 bits."""
     exchange = shared.exchange
+    tree_ptr = sequences.tree
     layout: gl.constexpr = product_layout(N)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     row = work.first_row + gl.arange(0, M, of_rows)
@@ -400,16 +426,27 @@ def score(shared, lse_ptr, tree_ptr, descales, work, problem, config):
     reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
     chunks_read = 0
+    tile = 0
+    pages = 0
     if config.KIND is not None:
+        pages = row_pages(sequences, 0, work, problem, config)
+        tile = tile_rows(rows, pages, 0, shared.copied, work, config)
+        pages = row_pages(sequences, 1, work, problem, config)
+        for group in gl.static_range(COPIED):
+            copy_group(tile, group, 0, shared.copied)
         mbarrier.wait(shared.q_full.index(0), 0)
     for index in range(work.tiles):
-        s = tile_scores(shared, index, chunks_read)
+        s, tile = tile_scores(shared, index, chunks_read, tile, pages, rows, work, config)
         chunks_read += CHUNKS
         if config.DEFERRED > 0:
             release(exchange.scored.index(0))
+        if config.KIND is not None:
+            pages = row_pages(sequences, index + 2, work, problem, config)
         s = hide_keys(s, index, view, work, problem, config)
-        reference, row_sum = hand_over_weights(s, index, reference, row_sum, shared, scale_log2)
+        reference, row_sum = hand_over_weights(s, index, reference, row_sum, shared, scale_log2, config)
 
+    if config.KIND is not None:
+        finish_copies()
     # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
     row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
     nothing = row_total == 0.0
@@ -421,7 +458,7 @@ def score(shared, lse_ptr, tree_ptr, descales, work, problem, config):
     if descales.v is not None:
         factor *= gl.load(descales.v)
     exchange.numbers.store(factor)
-    release(exchange.full.index(0))
+    tell(exchange.full.index(0), config)
     lse = gl.where(nothing, float("-inf"), reference + gl.log2(row_total))
     if not config.PARTIAL:
         lse *= LN_2
@@ -436,18 +473,34 @@ def score(shared, lse_ptr, tree_ptr, descales, work, problem, config):
 
 
 @gluon.jit
-def tile_scores(shared, index, chunks_read):
-    """`q kᵀ` `[M, N]`. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of
-    all products in registers."""
+def tile_scores(shared, index, chunks_read, tile, pages, rows, work, config):
+    """`q kᵀ` `[M, N]`; and if the cache has 8 bits, the rows of the next tile, whose pages these are, which are copied
+    meanwhile. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of all
+    products in registers."""
     hidden = hidden_zero(chunks_read)
-    stage, phase = ring_slot(index, STAGES)
     s = gl.zeros([M, N], gl.float32, product_layout(N))
     for chunk in gl.static_range(CHUNKS):
-        place = stage * CHUNKS + chunk
-        mbarrier.wait(shared.full.index(place), phase)
+        place, slot, phase = chunk_slot(index, chunk, config)
+        if config.KIND is None or chunk % GROUP == 0:
+            mbarrier.wait(shared.full.index(slot), phase)
         keys = shared.keys.index(place).permute([1, 0])
         s = warpgroup_mma(shared.q.index(chunk + hidden), keys, s, use_acc=chunk > 0, is_async=True)
-    return warpgroup_mma_wait(0, [s])
+        if config.KIND is not None and chunk % GROUP == GROUP - 1:
+            # The place from which this group was widened is free.
+            if chunk // GROUP + COPIED == CHUNKS // GROUP:
+                tile = tile_rows(rows, pages, index + 1, shared.copied, work, config)
+            copy_group(tile, chunk // GROUP + COPIED, index, shared.copied)
+    return warpgroup_mma_wait(0, [s]), tile
+
+
+@gluon.jit
+def tell(barrier, config):
+    """Arrives at a barrier of a warpgroup. Threads that copy would arrive only when their copies have, so if there are
+    some, one of them arrives for all."""
+    if config.KIND is not None:
+        mbarrier.arrive(barrier, count=WARPGROUP)
+    else:
+        release(barrier)
 
 
 @gluon.jit
@@ -478,7 +531,7 @@ def hide_keys(s, index, view, work, problem, config):
 
 
 @gluon.jit
-def hand_over_weights(s, index, reference, row_sum, shared, scale_log2):
+def hand_over_weights(s, index, reference, row_sum, shared, scale_log2, config):
     """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
     exchange = shared.exchange
     dtype: gl.constexpr = shared.q.dtype
@@ -490,7 +543,7 @@ def hand_over_weights(s, index, reference, row_sum, shared, scale_log2):
     mbarrier.wait(exchange.empty.index(0), (index & 1) ^ 1)
     exchange.numbers.store(raised - reference)
     exchange.weights.store(pack(p, dtype))
-    release(exchange.full.index(0))
+    tell(exchange.full.index(0), config)
     return raised, row_sum
 
 
@@ -515,7 +568,7 @@ def sum_values(WHICH: gl.constexpr, shared, tiles, out, config):
         release(exchange.empty.index(0))
         if WHICH == 0:
             for chunk in gl.static_range(CHUNKS - VALUE_CHUNKS):
-                release(shared.empty.index(index % STAGES * CHUNKS + chunk))
+                release_chunk(shared, index, chunk, config)
         if any_above(rise, 0.0, WHICH):
             total = scaled(total, gl.exp2(-rise))
         total = add_values(total, p, shared, index, WHICH, config)
@@ -547,30 +600,29 @@ def add_values(total, p, shared, index, WHICH: gl.constexpr, config):
     FIRST: gl.constexpr = SUM_CHUNKS - config.DEFERRED
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
     p = gl.convert_layout(p, operand, assert_trivial=True)
-    sums = add_chunks(total, p, shared, index, 0, FIRST, WHICH)
+    sums = add_chunks(total, p, shared, index, 0, FIRST, WHICH, config)
     if config.DEFERRED > 0:
         mbarrier.wait(shared.exchange.scored.index(0), (index + 1) & 1)
-        sums = sums + add_chunks(total, p, shared, index, FIRST, config.DEFERRED, WHICH)
+        sums = sums + add_chunks(total, p, shared, index, FIRST, config.DEFERRED, WHICH, config)
     return sums
 
 
 @gluon.jit
-def add_chunks(total, p, shared, index, FIRST: gl.constexpr, COUNT: gl.constexpr, WHICH: gl.constexpr):
+def add_chunks(total, p, shared, index, FIRST: gl.constexpr, COUNT: gl.constexpr, WHICH: gl.constexpr, config):
     """`COUNT` of the sums, from `FIRST` on, plus `p` times their chunks."""
-    stage, phase = ring_slot(index, STAGES)
     sums = ()
     for chunk in gl.static_range(FIRST, FIRST + COUNT):
-        place = stage * CHUNKS + value_chunk(WHICH, chunk)
-        mbarrier.wait(shared.full.index(place), phase)
+        place, slot, phase = chunk_slot(index, value_chunk(WHICH, chunk), config)
+        mbarrier.wait(shared.full.index(slot), phase)
         sums = sums + (warpgroup_mma(p, shared.keys.index(place), total[chunk], is_async=True),)
     for chunk in gl.static_range(FIRST, FIRST + COUNT - 1):
         wait_products(FIRST + COUNT - 1 - chunk)
-        release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, chunk)))
+        release_chunk(shared, index, value_chunk(WHICH, chunk), config)
     if COUNT == 1:
         sums = (warpgroup_mma_wait(0, sums),)
     else:
         sums = warpgroup_mma_wait(0, sums)
-    release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, FIRST + COUNT - 1)))
+    release_chunk(shared, index, value_chunk(WHICH, FIRST + COUNT - 1), config)
     return sums
 
 
@@ -579,10 +631,11 @@ _VALUE_REGISTERS, _PRODUCER_REGISTERS, _REGISTERS = 176, 24, 128
 #: What instructions call the numbers of a cache of 8 bits.
 _KINDS: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 #: Likewise where a warpgroup loads a cache of 8 bits. With 168 for sums ptxas serialises all products.
-_WIDENING_VALUE_REGISTERS, _WIDENING_REGISTERS = 176, 72
+_WIDENING_VALUE_REGISTERS, _WIDENING_REGISTERS = 176, 64
 #: Chunks of values whose products are deferred where several tiles of rows read the same keys: the tensor cores are
 #: the limit, not the memory. µs of 64 sequences of 16,384 rows on an H100, 128 heads: 512, without 536; in pages of 16
-#: 498 and 509, of 64 482 and 483. With 16 heads 417 and 412, for places of the cache become free later.
+#: 498 and 509, of 64 482 and 483. With 16 heads 417 and 412, for places of the cache become free later. Beside copied
+#: rows there are too few places.
 _DEFERRED = 2
 
 
@@ -639,7 +692,7 @@ def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
         "CAUSAL": causal,
         "PAGE_SIZE": call.page_size,
         "PARTIAL": splits > 1,
-        "DEFERRED": _DEFERRED if heads * seq_q > M.value else 0,
+        "DEFERRED": _DEFERRED if heads * seq_q > M.value and not widens else 0,
         "VALUE_REGISTERS": _WIDENING_VALUE_REGISTERS if widens else _VALUE_REGISTERS,
         "PRODUCER_REGISTERS": _WIDENING_REGISTERS if widens else _PRODUCER_REGISTERS,
     }

@@ -1,9 +1,9 @@
-"""The producers of latent attention on Hopper: one loads the cache by TMA, the other widens rows of 8 bits. The letters
-of shapes are those of `latent`."""
+"""How the cache comes to the chip in latent attention on Hopper: by TMA, or copied by threads, where it has 8 bits, and
+then widened. The letters of shapes are those of `latent`."""
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from flashtile._backends.gluon import async_copy, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from flashtile.ops.attention.hopper.primitives import (
     HeadRows,
     M,
@@ -22,8 +22,35 @@ VALUE_CHUNKS = gl.constexpr(8)
 SUM_CHUNKS = gl.constexpr(4)
 #: Tiles of keys on chip.
 STAGES = gl.constexpr(2)
-#: Chunks of 8 bits that are on their way to registers.
-AHEAD = gl.constexpr(5)
+#: Chunks that are widened together, and share a fence and barriers; groups of them on chip in 16 bits, and in 8.
+GROUP = gl.constexpr(3)
+WIDENED = gl.constexpr(4)
+COPIED = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def key_places(widens):
+    """Places on chip for chunks of keys in 16 bits, and how many of them have barriers in common."""
+    return (WIDENED * GROUP, GROUP) if widens else (STAGES * CHUNKS, 1)
+
+
+@gluon.jit
+def chunk_slot(index, chunk: gl.constexpr, config):
+    """The place of a chunk of tile `index` in 16 bits, that of its barriers, and their phase."""
+    if config.KIND is None:
+        stage, phase = ring_slot(index, STAGES)
+        place = stage * CHUNKS + chunk
+        slot = place
+    else:
+        slot, phase = group_slot(index, chunk // GROUP, WIDENED)
+        place = slot * GROUP + chunk % GROUP
+    return place, slot, phase
+
+
+@gluon.jit
+def group_slot(index, group: gl.constexpr, GROUPS: gl.constexpr):
+    """The place of a group of chunks of tile `index` in a ring of `GROUPS`, and the phase of its barriers."""
+    return ring_slot(index * (CHUNKS // GROUP) + group, GROUPS)
 
 
 @gluon.constexpr_function
@@ -36,10 +63,10 @@ def chunk_column(chunk):
 
 
 @gluon.jit
-def produce(q_desc, cache_desc, rows, shared, sequences, work, problem, config):
-    """Loads q and the keys. `rows`: `CachedRows`, of a cache of 8 bits."""
+def produce(q_desc, cache_desc, shared, sequences, work, problem, config):
+    """Loads q, and loads the keys, or widens those that are copied."""
     if config.KIND is not None:
-        widen(q_desc, rows, shared, sequences, work, problem, config)
+        widen(q_desc, shared, work, problem, config)
     else:
         load(q_desc, cache_desc, shared, sequences, work, problem, config)
 
@@ -62,9 +89,8 @@ def load(q_desc, cache_desc, shared, sequences, work, problem, config):
         here = pages
         tile = work.first_tile + index
         pages = tile_pages(sequences, tile + 1, work, problem, config)
-        stage, phase = ring_slot(index, STAGES)
         for chunk in gl.static_range(CHUNKS):
-            place = stage * CHUNKS + chunk
+            place, _, phase = chunk_slot(index, chunk, config)
             full = shared.full.index(place)
             mbarrier.wait(shared.empty.index(place), phase ^ 1)
             if index == 0:
@@ -105,7 +131,10 @@ def tile_pages(sequences, tile, work, problem, config):
     return pages
 
 
-# The producer of a cache of 8 bits
+# A cache of 8 bits
+#
+# Products see what threads have stored only behind a fence, which waits for all that its thread has asked of memory, so
+# one warpgroup copies, and another one widens.
 
 
 class CachedRows(NamedTuple):
@@ -119,46 +148,87 @@ class CachedRows(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Pointers `[N]` to the rows of a tile, which of them are there, and their factors, if they have some."""
+    """Pointers `[N]` to the rows of a tile, and which of them are there."""
 
     pointers: Any
     there: Any
+
+
+class Copied(NamedTuple):
+    """Chunks of rows on chip, in words `[COPIED · GROUP, N, CHUNK / 4]`, and the barriers that say that a group is
+    there; factors of the rows of two tiles `[2, N]`, or None."""
+
+    words: Any
+    full: Any
     factors: Any
 
 
 @gluon.jit
-def widen(q_desc, rows, shared, sequences, work, problem, config):
-    """Loads q, and the keys chunk by chunk through registers. `rows`: `CachedRows`."""
+def make_words():
+    """Room for copied chunks."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.int32, [COPIED * GROUP, N, CHUNK // 4], layout)
+
+
+@gluon.jit
+def make_factors():
+    """Room for factors of the rows of two tiles."""
+    return gl.allocate_shared_memory(gl.float32, [2, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def copy_group(tile, group: gl.constexpr, index, copied):
+    """Starts to copy a group of chunks, zeros for rows that are not there. It is counted from the first group of tile
+    `index`, and may be one of the next tile. A place serves again as soon as its group has been widened."""
+    slot, _ = group_slot(index, group, COPIED)
+    for number in gl.static_range(GROUP):
+        _copy_chunk(tile, (group * GROUP + number) % CHUNKS, copied.words.index(slot * GROUP + number))
+    release(copied.full.index(slot))
+
+
+@gluon.jit
+def _copy_chunk(tile, chunk: gl.constexpr, place):
+    first: gl.constexpr = chunk_column(chunk) // 4
+    column = first + gl.arange(0, CHUNK // 4, gl.SliceLayout(0, rows_layout()))
+    pointers = tile.pointers[:, None] + column[None, :]
+    async_copy.async_copy_global_to_shared(place, pointers, mask=tile.there[:, None])
+
+
+@gluon.jit
+def finish_copies():
+    """Waits for all that this thread copies: the last tile has none behind it, and nobody waits for its zeros."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def widen(q_desc, shared, work, problem, config):
+    """Loads q, and stores the keys that are copied, group by group, in 16 bits."""
     dtype: gl.constexpr = q_desc.dtype
-    HAS_FACTORS: gl.constexpr = rows.factor_strides.row is not None
+    copied = shared.copied
+    HAS_FACTORS: gl.constexpr = copied.factors is not None
     Q_BYTES: gl.constexpr = CHUNKS * M * CHUNK * dtype.primitive_bitwidth // 8
     mbarrier.expect(shared.q_full.index(0), Q_BYTES)
     q_row = work.first_token * problem.heads + work.first_row
     for chunk in gl.static_range(CHUNKS):
         tma_load(q_desc, [q_row, chunk_column(chunk)], shared.q_full.index(0), shared.q.index(chunk))
-    pages = row_pages(sequences, 0, work, problem, config)
-    here = tile_rows(rows, pages, 0, work, config)
-    pages = row_pages(sequences, 1, work, problem, config)
-    OLDEST: gl.constexpr = 0
-    ahead = ()
-    for chunk in gl.static_range(AHEAD):
-        ahead = ahead + (load_rows(here, chunk),)
     for index in range(work.tiles):
-        later = tile_rows(rows, pages, index + 1, work, config)
-        pages = row_pages(sequences, index + 2, work, problem, config)
-        stage, phase = ring_slot(index, STAGES)
-        for chunk in gl.static_range(CHUNKS):
-            if chunk + AHEAD < CHUNKS:
-                upcoming = load_rows(here, chunk + AHEAD)
-            else:
-                upcoming = load_rows(later, chunk + AHEAD - CHUNKS)
-            place = stage * CHUNKS + chunk
-            mbarrier.wait(shared.empty.index(place), phase ^ 1)
-            store_widened(ahead[OLDEST], here.factors, shared.keys.index(place), config.KIND, HAS_FACTORS)
+        factors = gl.to_tensor(1.0)
+        for group in gl.static_range(CHUNKS // GROUP):
+            slot, phase = group_slot(index, group, COPIED)
+            mbarrier.wait(copied.full.index(slot), phase)
+            if HAS_FACTORS and group == 0:
+                factors = copied.factors.index(index & 1).load(gl.SliceLayout(1, rows_layout()))
+            words = ()
+            for number in gl.static_range(GROUP):
+                words = words + (copied.words.index(slot * GROUP + number).load(rows_layout()),)
+            slot, phase = group_slot(index, group, WIDENED)
+            mbarrier.wait(shared.empty.index(slot), phase ^ 1)
+            for number in gl.static_range(GROUP):
+                place = shared.keys.index(slot * GROUP + number)
+                store_widened(words[number], factors, place, config.KIND, HAS_FACTORS)
             fence_async_shared()
-            release(shared.full.index(place))
-            ahead = ahead[1:] + (upcoming,)
-        here = later
+            release(shared.full.index(slot))
 
 
 @gluon.constexpr_function
@@ -189,27 +259,18 @@ def row_pages(sequences, index, work, problem, config):
 
 
 @gluon.jit
-def tile_rows(rows, pages, index, work, config):
-    """The places in the cache of the rows of a tile."""
+def tile_rows(rows, pages, index, copied, work, config):
+    """The places in the cache of the rows of a tile. Starts to copy their factors."""
     key, there = tile_keys(index, work)
     row = key
     if config.PAGE_SIZE > 0:
         row = key % config.PAGE_SIZE
     page = pages.to(gl.int64)
     pointers = rows.pointer + (page * rows.strides.outer + row.to(gl.int64) * rows.strides.row)
-    factors = gl.to_tensor(1.0)
-    if rows.factor_strides.row is not None:
+    if copied.factors is not None:
         places = page * rows.factor_strides.outer + row.to(gl.int64) * rows.factor_strides.row
-        factors = gl.load(rows.factors + places, mask=there, other=0.0)
-    return TileRows(pointers, there, factors)
-
-
-@gluon.jit
-def load_rows(rows, chunk: gl.constexpr):
-    """A chunk of a tile `[N, CHUNK / 4]`, four numbers in a word; 0 for rows that are not there."""
-    first: gl.constexpr = chunk_column(chunk) // 4
-    column = first + gl.arange(0, CHUNK // 4, gl.SliceLayout(0, rows_layout()))
-    return gl.load(rows.pointers[:, None] + column[None, :], mask=rows.there[:, None], other=0)
+        async_copy.async_copy_global_to_shared(copied.factors.index(index & 1), rows.factors + places, mask=there)
+    return TileRows(pointers, there)
 
 
 @gluon.jit
