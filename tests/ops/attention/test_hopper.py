@@ -365,7 +365,7 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
     # Short calls and those in narrow windows have smaller tiles; unless tables or dropout need the larger ones, which
     # were measured so.
     ("CONSUMERS", "block_n"): ({}, [
-        ({"d": 64, "s": 256}, 1, 128), ({"d": 32, "s": 49, "alibi": 1, "softcap": 9.0, "sinks": True}, 1, 128),
+        ({"d": 64, "s": 256}, 1, 128), ({"d": 32, "s": 49, "alibi": 1, "softcap": 9.0, "sinks": True}, 1, 64),
         ({"d": 40, "s": 256}, 2, 128),  # does not fill its tile
         ({"d": 64, "s": 257}, 1, 128), ({"d": 64, "s": 256, "seq_k": 257}, 2, 128),
         ({"d": 64, "s": 512}, 1, 128), ({"d": 64, "s": 384}, 3, 128), ({"d": 64, "s": 513}, 3, 128),
@@ -422,6 +422,12 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
         ({"d": 224, "h": 400, "s": 256, **_CAUSAL}, 64), ({"d": 192, "h": 400, "s": 256, **_CAUSAL}, 128),
         ({"d": 512, "h": 1, "s": 1024}, 128),
         ({"d": 64, "h": 1, "s": 1024, "dtype": configs.FP8}, 192),
+        # And so have short sequences.
+        ({"d": 128, "h": 400, "s": 64}, 64), ({"d": 128, "h": 400, "s": 65}, 128),
+        ({"d": 64, "h": 400, "s": 16, **_CAUSAL}, 64), ({"d": 256, "h": 400, "s": 16, "dropout_p": 0.1}, 64),
+        ({"d": 192, "h": 400, "seq_q": 64, "seq_k": 4096, "mask": _PADDING}, 64),
+        ({"d": 64, "h": 400, "s": 49, "window_left": 30, **_CAUSAL}, 128),
+        ({"d": 128, "h": 400, "s": 64, "dtype": configs.FP8}, 128),
     ]),
     # An odd number of tiles of 64 keys.
     ("block_n",): ({}, [

@@ -224,10 +224,14 @@ _SINGLE = HopperConfig(
     consumers=1, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32, resident=2
 )
 
-#: With heads of 65 to 128, where tiles are few (`one_consumer_pays`), and with dropout in short sequences: 103 × 73
+#: Where a sequence's queries fill no more than its tile, with heads of any width (wider ones: one consumer of their
+#: row): µs of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16
+#: 111 and 58; 4 heads of 256, of 64 41.4 and 37.6, of 16 109 and 60, with dropout 170 and 73; packed, 8 heads of 64, of
+#: 64 47.8 and 33.4 (`_ALONE`: 35.0), of 16 155 and 87.
+#: With heads of 65 to 128 also where tiles are few (`one_consumer_pays`), and with dropout in short sequences: 103 × 73
 #: tokens, 4 heads of 128, 1.17 times as fast as two consumers, 64 × 128, 16 heads, 1.07, causal 1.03; but 16 × 512
 #: 1.01, and of 96, 64 × 197, 12 heads, 0.97.
-_WIDE_SINGLE = _SINGLE._replace(stages=2, q_in_registers=True)
+_SHORT_SINGLE = _SINGLE._replace(stages=2, q_in_registers=True)
 
 #: Instead of the row of 65 to 128 columns, for long sequences with 8-bit queries and keys: a third consumer, for which
 #: half the keys make room, computes exponentials while others multiply. TFLOP/s of one run, two consumers and this:
@@ -245,8 +249,8 @@ def rows_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> list[HopperC
     """All rows that calls with such heads may be cut by."""
     widest, row = max(head_dim, head_dim_v), first_row(_ROWS, head_dim, _part_width(head_dim_v))
     if widest <= 128:
-        more = [_THREE_OF_HALF_KEYS, _NARROW, _ALONE] if widest <= 64 else [_WIDE_SINGLE, *[_LONG_8] * (dtype is FP8)]
-        return [row, _HALF_KEYS, *more]
+        more = [_THREE_OF_HALF_KEYS, _NARROW, _ALONE] if widest <= 64 else [_LONG_8] * (dtype is FP8)
+        return [row, _HALF_KEYS, _SHORT_SINGLE, *more]
     return [row, row._replace(consumers=1, in_turn=False)] if widest <= _MAX_PART else [row]
 
 
@@ -277,7 +281,7 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
-    if bare:
+    if bare or (_fit_one_tile(call) and not blocks and dtype is not FP8):
         row = _single_consumer(row, call) or row
     if blocks:
         row = _within_tile(row, call.block_tile, widest)
@@ -293,6 +297,11 @@ def _lengths(call: Call) -> tuple[int, int]:
     """Queries and keys of the longest sequence."""
     max_seqlen_q, max_seqlen_k = call.max_seqlens
     return max_seqlen_q, max_seqlen_k or max_seqlen_q
+
+
+def _fit_one_tile(call: Call) -> bool:
+    """Whether the queries of each sequence fit a tile of one consumer: another one would have nothing to do."""
+    return _lengths(call)[0] <= _ROWS_OF_ONE
 
 
 def _has_half_keys(call: Call) -> bool:
@@ -316,13 +325,14 @@ def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
     head_dim, head_dim_v = call.head_dims
     widest, lengths, dropout = max(head_dim, head_dim_v), _lengths(call), call.spec.dropout_p > 0
     left, right = call.spec.window_left is not None, call.spec.window_right is not None
-    few = one_consumer_pays(call)
+    one_tile = _fit_one_tile(call)
+    few = one_tile or one_consumer_pays(call)
     if widest > 128:
         short = right and not (left or dropout) and short_tiles_pay(call)
         return row._replace(consumers=1, in_turn=False) if (few or short) and widest <= _MAX_PART else None
-    if widest > 64:
+    if widest > 64 or (one_tile and not left):
         short = dropout and widest > 96 and max(lengths) <= SHORT
-        return _WIDE_SINGLE if few or short else None
+        return _SHORT_SINGLE if few or short else None
     if left:
         return None
     if not _fill_tiles(head_dim, head_dim_v):
