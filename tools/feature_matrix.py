@@ -91,6 +91,7 @@ _NOT_OF_FLOAT32 = (
     "`block_mask`",
     "`score_mod`",
     "`score_mod`, with gradients of captured tensors",
+    "`score_mod`, with gradients of captured tensors and `deterministic=True`",
     "`dropout_p`",
     "`return_max_scores=True`",
 )
@@ -128,6 +129,7 @@ FEATURES = (
             "`mask`",
             "`block_mask`",
             "`score_mod`",
+            "`score_mod`, with gradients of captured tensors",
             "`dropout_p`",
         ),
     ),
@@ -156,7 +158,13 @@ FEATURES = (
     Feature("`block_mask`", tuple(map(_block_mask, ((128, 128), (256, 128), (64, 64), (64, 256))))),
     Feature("`score_mod`", (lambda case: replace(case, score_mod=True, constant=("score_mod",)),)),
     Feature(
-        "`score_mod`, with gradients of captured tensors", (lambda case: replace(case, score_mod=True, constant=()),)
+        "`score_mod`, with gradients of captured tensors",
+        (lambda case: replace(case, score_mod=True, constant=()),),
+        ("`deterministic=True`",),
+    ),
+    Feature(
+        "`score_mod`, with gradients of captured tensors and `deterministic=True`",
+        (lambda case: with_arguments(replace(case, score_mod=True, constant=()), deterministic=True),),
     ),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
     Feature("`return_max_scores=True`", (_arguments(return_max_scores=True),)),

@@ -59,9 +59,13 @@ class Memory(TorchDispatchMode):
             words[places] = data.contiguous().view(words.dtype)
 
     def add(self, addresses: Tensor, data: Tensor, dtype: DType, mask: Tensor) -> Tensor:
-        """Returns what was there. No address twice."""
+        """Returns what was there before all additions."""
         before = self.load(addresses, dtype, mask)
-        self.store(addresses, before + data, dtype, mask)
+        own, places = addresses[mask].unique(return_inverse=True)
+        if own.numel():
+            everywhere = torch.ones(own.shape, dtype=torch.bool)
+            total = self.load(own, dtype, everywhere).index_add_(0, places, data.expand(mask.shape)[mask])
+            self.store(own, total, dtype, everywhere)
         return before
 
     def box(self, address: int, sizes: Sequence[int], strides: Sequence[int], dtype: DType) -> Tensor:

@@ -36,8 +36,8 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         call = hopper_call(phase, q, k, v, side, spec, wanted)._replace(requested="hopper")
         reason = unsupported_reason(call)
-        wide = is_wide(*call.head_dims)
-        if backend == "hopper" and phase == "backward" and ((wide and reason) or any(wanted.captured)):
+        may_lack = is_wide(*call.head_dims) or any(wanted.captured)
+        if backend == "hopper" and phase == "backward" and may_lack and reason:
             backend = "cpu"  # any backward follows any forward
         if backend == "hopper" and q.dtype is torch.float32:
             of_forward = serves_float32(call._replace(phase="forward"))

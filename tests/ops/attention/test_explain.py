@@ -39,17 +39,24 @@ def test_a_single_stage_is_no_stages():
     assert ", 3 stages, " in str(_explain(device="sm_90", backend="triton"))
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns):
+@pytest.mark.parametrize(
+    "learns, arguments, kernels",
+    [
+        (False, {}, [("backward", "hopper")]),
+        (False, {"deterministic": True}, [("backward", "hopper")]),
+        (True, {}, [("backward", "hopper"), ("dcaptured", "hopper")]),
+        (True, {"deterministic": True}, [("dq", "triton"), ("dkdv", "triton")]),
+    ],
+)
+def test_who_computes_the_gradients_of_what_a_function_reads(learns, arguments, kernels):
     table = torch.zeros(8191, device="meta", requires_grad=learns)
 
     def relative(score, batch, head, q_index, k_index):
         return score * table[q_index - k_index + 4095]
 
-    found = _explain(score_mod=relative, device="sm_90")
-    assert found.backend == "hopper" and found.kernels[0].backend == "hopper"
-    names = [kernel.name for kernel in found.kernels if kernel.backend == ("triton" if learns else "hopper")]
-    assert names == (["dq", "dkdv"] if learns else ["forward", "backward"])
+    found = _explain(score_mod=relative, device="sm_90", **arguments)
+    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("forward", "hopper"), *kernels]
+    assert ("64 queries × 128 keys, 2 computing" in str(found.kernels[-1])) is (kernels[-1][0] == "dcaptured")
 
 
 @pytest.mark.parametrize(

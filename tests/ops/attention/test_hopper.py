@@ -54,6 +54,7 @@ from support.attention.hopper_forms import (
     BACKWARD_FUNCTION_FORMS,
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
+    CAPTURED_GRADIENT_FORMS,
     FEATURE_FORMS,
     FLOAT32_BACKWARD_FORMS,
     FLOAT32_FORWARD_FORMS,
@@ -121,6 +122,7 @@ _LARGE_BLOCKS = [
     {"block_tile": (128, 128)}, {"block_tile": (256, 384)}, {"block_tile": (128, 128), "head_dim": 192},
     {"head_dim_v": 256, "block_tile": (128, 64)},
 ]  # fmt: skip
+_CAPTURED = {"score_program": UNCHANGED, "wanted": Wanted(captured=(True,))}
 #: Changes of a call, by phase and by the backend that serves it unless another one is asked for.
 _SERVED: dict[tuple[Phase, str], list[dict[str, Any]]] = {
     ("forward", "hopper"): [
@@ -142,7 +144,8 @@ _SERVED: dict[tuple[Phase, str], list[dict[str, Any]]] = {
         {**_FP32_FORWARD, "cu_seqlens_q": True}, {**_FP32_FORWARD, "dropout_p": 0.1},
     ],
     ("backward", "hopper"): [
-        {}, {"score_program": UNCHANGED}, {"wanted": Wanted(alibi_slopes=True)}, {"head_dim": 36}, {"head_dim": 257},
+        {}, {"score_program": UNCHANGED}, _CAPTURED, {"wanted": Wanted(alibi_slopes=True)}, {"head_dim": 36},
+        {"head_dim": 257},
         {"head_dim_v": 264}, *_LARGE_BLOCKS, *({"head_dim": 256, **change} for change in _NARROW_ONLY),
         {"head_dim": 320, "cu_seqlens_q": True}, {"head_dim": 320, "key_lengths": True},
         {"head_dim": 320, "softcap": 5.0}, _FP32, {**_FP32, "head_dim": 72},
@@ -150,7 +153,7 @@ _SERVED: dict[tuple[Phase, str], list[dict[str, Any]]] = {
         {**_FP32, "head_dim": 136, "head_dim_v": 8}, {**_FP32, "head_dim_v": 512},
     ],
     ("backward", "triton"): [
-        {"score_program": UNCHANGED, "wanted": Wanted(captured=(True,))},
+        {**_CAPTURED, "deterministic": True}, {**_CAPTURED, "batch_invariant": True},
         *({"head_dim": 320, **change} for change in _NARROW_ONLY), {**_FP32, "head_dim": 64},
         {**_FP32, "head_dim_v": 520}, {**_FP32, "tf32": True}, {**_FP32, "softcap": 5.0},
         {**_FP32, "cu_seqlens_q": True}, {**_FP32, "dropout_p": 0.1},
@@ -179,6 +182,8 @@ def test_many_short_rows_of_float32_have_hopper_kernels_only_if_asked_for():
     "phase, changes, message",
     [
         *(("backward", {"head_dim": 320, **change}, "wider than 256 columns has no") for change in _NARROW_ONLY),
+        ("backward", {**_CAPTURED, "deterministic": True}, "in no fixed order"),
+        ("backward", {**_CAPTURED, "batch_invariant": True}, "in no fixed order"),
         ("backward", {**_FP32, "softcap": 5.0}, "backward of float32 has no softcap"),
         ("forward", {**_FP32_FORWARD, "cu_seqlens_q": True}, "forward of float32 has no packed sequences"),
         ("forward", {**_FP32_FORWARD, "returns_max_scores": True}, "forward of float32 has no max_scores"),
@@ -1631,6 +1636,28 @@ def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
     check_fit(binary, *limits)
     check_products(binary)
     assert sum("LDSM.16.MT88.4" in line for line in _instructions(binary)) > 0
+
+
+#: The additions in memory of both warpgroups that compute gradients of what a score function reads: no thread adds a
+#: number twice.
+_ADDITIONS = {"relative": 2 * 32, "waves": 2 * (1 + 2)}
+
+#: Bytes that these spill with a block mask, or dropout, a soft cap and a bias: of what stays the same in the loop.
+_SPILLS_OF_CAPTURED_GRADIENTS = 288
+
+
+@pytest.mark.parametrize(
+    "form", with_news({form: of.source("captured") for form, of in CAPTURED_GRADIENT_FORMS.items()})
+)
+def test_machine_code_of_the_gradients_of_what_a_score_function_reads(form):
+    of = CAPTURED_GRADIENT_FORMS[form]
+    config = of.schedule.config
+    cut = backward_configs.captured_gradient_config(config, of.call)
+    memory = backward_configs.captured_gradient_memory(cut, config, of.call.head_dims)
+    assert memory <= _LIMIT
+    additions = next(count for name, count in _ADDITIONS.items() if name in form)
+    limits = _Limits(memory, 0 if form.startswith("64-causal") else _SPILLS_OF_CAPTURED_GRADIENTS)
+    check_code(of.source("captured"), "sm_90", _check_backward_features, limits, additions)
 
 
 def _first_and_last_kernels() -> dict[tuple[str, str], KernelSource]:

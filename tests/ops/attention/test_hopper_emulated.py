@@ -111,6 +111,7 @@ _LAST_KEYS = {"window": (None, 20), "align": "top_left"}
 _FUNCTION = {"score_mod": True, "constant": ("score_mod",)}
 _BACKWARD, _END, _SHARES = "attention_backward_kernel", "attention_end_kernel", "attention_shares_kernel"
 _BEGIN, _BIAS_GRADIENT = "attention_begin_kernel", "attention_bias_gradient_kernel"
+_CAPTURED_GRADIENT = "attention_captured_gradient_kernel"
 _FLOAT32_FORWARD = "attention_float32_forward_kernel"
 
 
@@ -404,6 +405,15 @@ _GROUPS: dict[str, _Calls] = {
         ],
         launches=_BACKWARD,
     ),
+    "what a score function reads": _Calls(
+        [
+            _case(64, heads=4, heads_kv=2, seq_k=390, window=(90, 20), score_mod=True),
+            _two(128, dtype=_FP16, dropout_p=0.2, softcap=3.0, score_mod=True, **_PACKED_LONG),
+            _case(128, score_mod=True, **_BLOCKS | {"block_mask": (64, 64)}),
+            _case(256, heads=4, bias="1hqk", seq_k=328, causal=True, score_mod=True),
+        ],
+        ends=(_CAPTURED_GRADIENT,),
+    ),
     # Also where no tile ends past them.
     "tables": _Calls([
         _two(d, seq_q=seq_q, seq_k=seq_k, dtype=dtype, **tables)
@@ -664,6 +674,46 @@ def test_reads_of_a_score_function_that_stay_within(hopper, head_dim):
 
     oracle, eager = run_on("reference", torch.float64), run_on("reference", torch.bfloat16)
     assert_close("out", run_on("hopper", torch.bfloat16), oracle, eager)
+
+
+@pytest.mark.parametrize("head_dim, seq_k", [(64, 256), (160, 150)])
+def test_gradients_of_what_a_score_function_reads(hopper, head_dim, seq_k):
+    """By one index, by two, by their distance, and by none; of a tensor that does not learn there is none. Tiles divide
+    the first call."""
+    emulated = hopper()
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(1, rows, 2, head_dim, generator=generator).to(_BF16) for rows in (128, seq_k, seq_k)]
+    sizes: dict[str, tuple[int, ...]] = {
+        "every": (),
+        "heads": (2,),
+        "keys": (seq_k,),
+        "rows": (2, 128),
+        "table": (2, 384),
+        "few": (3, 2),
+        "fixed": (2,),
+    }
+    numbers = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in sizes.items()}
+    upstream = torch.randn(1, 128, 2, head_dim, generator=generator).to(_BF16)
+
+    def gradients(backend: str, dtype: torch.dtype, wide: torch.dtype) -> dict[str, torch.Tensor]:
+        at = {name: of.to(wide).requires_grad_(name != "fixed") for name, of in numbers.items()}
+
+        def function(score: Any, batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
+            score = score * (1 + at["heads"][head])
+            score = score + at["table"][head, q_index - k_index + seq_k - 1] * at["fixed"][head]
+            score = score + at["keys"][k_index] * at["rows"][head, q_index] + at["few"][k_index % 3, q_index % 2]
+            return score + at["every"] * torch.sin(score)
+
+        q, k, v = (tensor.to(dtype).requires_grad_() for tensor in tensors)
+        out = flashtile.attention(q, k, v, score_mod=function, causal=True, backend=backend)
+        learned = {"q": q, **{name: of for name, of in at.items() if name != "fixed"}}
+        return dict(zip(learned, torch.autograd.grad(out, [*learned.values()], upstream.to(out.dtype))))
+
+    found = gradients("hopper", _BF16, torch.float32)
+    oracle, eager = gradients("reference", torch.float64, torch.float64), gradients("reference", _BF16, torch.float32)
+    for name, gradient in found.items():
+        assert_close(name, gradient, oracle[name], eager[name])
+    assert emulated.launched[-1] == _CAPTURED_GRADIENT
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

@@ -439,6 +439,14 @@ _GROUPS: dict[str, _Calls] = {
         ],
         6, **_FUNCTION,
     )),
+    # All queries of a key tile, and 64 keys, of which two warpgroups take turns with the queries.
+    "what a score function reads": _Calls(_kinds(
+        [
+            {"seq_q": 512, "seq_k": 640, "causal": True}, {"window": (200, 60), "softcap": 3.0},
+            {"block_mask": (64, 64), "dropout_p": 0.2}, {"lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)},
+        ],
+        8, score_mod=True,
+    )),
     "short calls": _Calls([
         _short(width, dtype=dtype, **change)
         for change, (width, dtype) in turns(

@@ -23,6 +23,7 @@ from flashtile.ops.attention.gpu.reductions import BiasWork
 from flashtile.ops.attention.hopper.backward import main_kernel
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
 from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel
+from flashtile.ops.attention.hopper.captured_gradient import captured_gradient_kernel
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
 from flashtile.ops.attention.hopper.tuned_rows import backward_config
 from flashtile.ops.attention.spec import Origin, Wanted
@@ -90,8 +91,8 @@ _LOOPS = {
 }
 #: And what `backward_form` does by itself.
 _OTHERS = {
-    "learned", "covered", "stores_dq", "any_order", "wide_strides", "shared_by_heads", "in_parts", "lone",
-    "bias_in_parts",
+    "learned", "reads_learn", "covered", "stores_dq", "any_order", "wide_strides", "shared_by_heads", "in_parts",
+    "lone", "bias_in_parts",
 }  # fmt: skip
 
 
@@ -203,7 +204,7 @@ class BackwardForm(NamedTuple):
     bias_parts: int = 1
 
     def source(self, kernel: str) -> KernelSource:
-        """The specialisation of a kernel: "begin", "main", "end" or "bias"."""
+        """The specialisation of a kernel: "begin", "main", "end", "bias" or "captured"."""
         call, schedule, parts = self
         if kernel == "begin":
             portable = call.aux.bias is not None and not schedule.config.bias_stored
@@ -211,6 +212,8 @@ class BackwardForm(NamedTuple):
             return begin_kernel(call, tile, tiles, schedule=schedule, row_statistics=portable).source
         if kernel == "bias":
             return bias_gradient_kernel(call, schedule, BiasWork(1, parts, parts)).source
+        if kernel == "captured":
+            return captured_gradient_kernel(call, schedule).source
         return (main_kernel if kernel == "main" else end_kernel)(call, schedule).source
 
 
@@ -220,7 +223,8 @@ def backward_form(name: str) -> BackwardForm:
     rows = 4096 if "covered" in words else 4095
     shape = forward_form(name.replace("-fp16", ""), seq_q=rows, seq_k=rows)
     call = described_call("backward", shape, KNOWN_DEVICES["sm_90"])
-    call = call._replace(wanted=Wanted(bias="stored" in words, alibi_slopes="learned" in words))
+    captured = ("reads_learn" in words,) * len(call.aux.captured)
+    call = call._replace(wanted=Wanted("stored" in words, "learned" in words, captured=captured))
     config = backward_config(call)
     if "stores_dq" in words:
         config = config._replace(sums_by_tma=True)
@@ -320,6 +324,12 @@ BIAS_GRADIENT_FORMS = _backwards("""
     256-causal-blocks_64x64-bias-mask 192x128-causal-blocks_64x256-dropout-bias
     256-packed-causal-blocks-bias-shared_by_heads 64-causal-bias-waves-no_masks 128-causal-bias-capped-fp16
     256-packed-causal-blocks-bias-relative
+""")
+#: The gradients of what a score function reads, two warpgroups for 128 keys and for 64: an entry for each score, whose
+#: address is known to be right or not, and one for each head and one for each key.
+CAPTURED_GRADIENT_FORMS = _backwards("""
+    64-causal-relative-covered-reads_learn 128-packed-window-softcap-dropout-bias-waves-reads_learn
+    256-causal-blocks_64x64-relative-reads_learn
 """)
 
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers

@@ -464,9 +464,9 @@ class KernelChoice:
 
     Attributes:
         name: "forward", "dq", "dkdv", "short_backward" where one kernel computes all gradients, or "dbias" for the
-            gradient of a bias; on Hopper "forward" or "backward", "dv", "dk" and "dq" where each is a kernel, and
-            before them "widen" for 8-bit values and "parts" for float32; on the CPU a description of what computes the
-            call.
+            gradient of a bias; on Hopper "forward" or "backward", "dv", "dk" and "dq" where each is a kernel,
+            "dcaptured" for the gradients of tensors that a score function reads, and before them "widen" for 8-bit
+            values and "parts" for float32; on the CPU a description of what computes the call.
         tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
         shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.
         backend: the backend of the kernel. Forward and backward may have different ones.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +100,14 @@ class ScoreProgram(NamedTuple):
         """The names of the reads that do not depend on the score."""
         inputs = self.value_inputs
         return tuple(name for name, _ in self.loads if inputs[name].isdisjoint((INPUTS[0], UPSTREAM)))
+
+    def needed_for(self, values: Iterable[str]) -> set[str]:
+        """These values, and all that they are computed from."""
+        needed = set(values)
+        for name, step in reversed(named_steps(self.steps).items()):
+            if name in needed:
+                needed.update(step.values)
+        return needed
 
 
 def named_steps(steps: Sequence[Step]) -> dict[str, Step]:

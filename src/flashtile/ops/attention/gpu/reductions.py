@@ -208,6 +208,13 @@ def sum_layouts(call: Call, rows: int, programs: int | None = None) -> dict[str,
     return layouts
 
 
+def captured_sums(call: Call, slots: tuple[int, ...] = ()) -> dict[str, Layout]:
+    """Layouts of the sums of the gradients of tensors that a score function reads, zeros at the start: float32, so many
+    of each."""
+    each = enumerate(zip(call.aux.captured, call.wanted.captured))
+    return {f"sum{number}": contiguous((*slots, *of.shape), torch.float32) for number, (of, wants) in each if wants}
+
+
 def learned_gradients(
     found: dict[str, Tensor], side: SideInputs, wanted: Wanted, cu_seqlens: Tensor | None, own_delta: bool = False
 ) -> dict[str, Tensor | None]:

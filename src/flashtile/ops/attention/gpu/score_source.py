@@ -3,8 +3,8 @@
 A program becomes a function of a tile: every step is a line (`score_writer`), and reads are masked loads. Shapes
 broadcast: the score is a tile, `q_index` and `k_index` have a dimension of 1, `batch` and `head` have none; `first_q`
 and `first_k` are where the tile begins. `captured` has the addresses of the tensors that are read, `sizes` their sizes,
-`sums` where their gradients are added up. `tl` is the language, Triton or Gluon; `constant`, `hyperbolic_tangent` and
-`sine` are functions that each of them has of its own.
+`sums` where their gradients are added up. `tl` is the language, Triton or Gluon; `constant`, `hyperbolic_tangent`,
+`sine` and `add_to_entries` are functions that each of them has of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds, ScoreWriter, UnsupportedOperationError
-from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, is_value, named_steps, parse
-from flashtile.ops.attention.score_tracing import derivative
+from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, named_steps, parse
+from flashtile.ops.attention.score_tracing import ScoreGradient, derivative
 
 _SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 
-#: Arguments of the functions that are written.
+#: Arguments of the functions that are written, and of those of gradients, before the last one.
 _OF_TILE = "score, batch, head, q_index, k_index, first_q, first_k, captured, sizes"
+_OF_GRADIENTS = "score, batch, head, q_index, k_index, first_q, first_k, upstream, hidden, captured, sizes"
 
 #: `sin(x + quarters · π/2)` of float32. Triton's own is CUDA's, inlined for each element with its way for huge
 #: arguments: 29,000 instructions instead of 8,000 in the Hopper forward, more than the instruction cache holds.
@@ -111,11 +112,7 @@ def reads_source(text: str, bounds: ScoreBounds | None = None, with_derivative: 
     loads = program.early_loads
     if not loads:
         return None
-    needed = set(loads)
-    for number in range(len(program.steps) - 1, -1, -1):
-        if f"%{number}" in needed:
-            needed.update(each for each in program.steps[number].arguments if is_value(each))
-    writer = ScoreWriter(program, bounds, only=needed)
+    writer = ScoreWriter(program, bounds, only=program.needed_for(loads))
     names = "".join(f"{writer.value_name(load)}, " for load in loads)
     return _source("score_reads", _OF_TILE.removeprefix("score, "), [*writer.lines, f"return ({names})"])
 
@@ -131,7 +128,33 @@ def derivative_source(
     (`gpu/scores`)."""
     gradient = derivative(text, torch.float32)
     writer = ScoreWriter(gradient.program, bounds)
-    lines = list(writer.lines)
+    lines = [*writer.lines, *_additions(gradient, writer, summed, in_order)]
+    result = "tl.zeros_like(score)"
+    if gradient.score is not None:
+        result = f"tl.where(hidden, 0.0, {writer.value_name(gradient.score)}) + tl.zeros_like(score)"
+    return _source("score_derivative", f"{_OF_GRADIENTS}, sums", [*lines, f"return {result}"])
+
+
+@functools.lru_cache(maxsize=1024)
+def additions_source(text: str, summed: tuple[bool, ...], bounds: ScoreBounds | None = None) -> str:
+    """`add_gradients(...)`, of tiles `[N, M]`: what `derivative_source` adds up, and nothing else."""
+    gradient = derivative(text, torch.float32)
+    wanted = [(*indices, value) for captured, indices, value in gradient.loads if summed[captured]]
+    needed = gradient.program.needed_for([name for names in wanted for name in names])
+    writer = ScoreWriter(gradient.program, bounds, only=needed)
+    lines = [*writer.lines, *_additions(gradient, writer, summed, transposed=True)]
+    return _source("add_gradients", f"{_OF_GRADIENTS}, sums", lines or ["pass"])
+
+
+def _additions(
+    gradient: ScoreGradient,
+    writer: ScoreWriter,
+    summed: tuple[bool, ...],
+    in_order: bool = False,
+    transposed: bool = False,
+) -> list[str]:
+    """Lines that add up the gradients of captured tensors. `transposed`: the rows of a tile are keys."""
+    lines = []
     for captured, indices, value in gradient.loads:
         if not (captured < len(summed) and summed[captured]):
             continue
@@ -141,37 +164,25 @@ def derivative_source(
             lines.append(f"own = {total} + tl.program_id(0).to(tl.int64){sizes}")
             total = "own"
         inputs = frozenset().union(*(writer.argument_inputs(index) for index in indices))
-        pointers, inside = f"{total} + tl.zeros((1, 1), tl.int32)", ""
         lines.append(f"gradient = tl.where(hidden, 0.0, {writer.value_name(value)}).to(tl.float32)")
         # Elements of a tile that belong to one entry are added up before they go to memory: first those of a row, which
         # one warp has, so that less passes between warps.
-        if _K_INDEX not in inputs:
+        of_row, of_column = (_Q_INDEX, _K_INDEX) if transposed else (_K_INDEX, _Q_INDEX)
+        if of_row not in inputs:
             lines.append("gradient = tl.sum(gradient, 1)[:, None]")
-        if _Q_INDEX not in inputs:
+        if of_column not in inputs:
             lines.append("gradient = tl.sum(gradient, 0)[None, :]")
+        lines.append("zeros = tl.zeros_like(gradient).to(tl.int32)")
+        offset, inside = "zeros", "zeros == 0"
         if indices:
-            more, offset, inside = writer.place(captured, indices, "at")
+            more, place, within = writer.place(captured, indices, "at")
             lines += more
-            pointers = f"{total} + {offset} + tl.zeros(gradient.shape, tl.int32)"
-            inside = f", mask={inside} & (tl.zeros(gradient.shape, tl.int32) == 0)"
-        if in_order:
-            lines += _ordered(total, offset if indices else "0", inside, by_row=_K_INDEX not in inputs)
-        else:
-            lines.append(f'tl.atomic_add({pointers}, gradient{inside}, sem="relaxed")')
-    result = "tl.zeros_like(score)"
-    if gradient.score is not None:
-        result = f"tl.where(hidden, 0.0, {writer.value_name(gradient.score)}) + tl.zeros_like(score)"
-    arguments = "score, batch, head, q_index, k_index, first_q, first_k, upstream, hidden, captured, sizes, sums"
-    return _source("score_derivative", arguments, [*lines, f"return {result}"])
-
-
-def _ordered(total: str, offset: str, inside: str, by_row: bool) -> list[str]:
-    """Lines that add `gradient` in a fixed order. `by_row`: it is a column `[M, 1]`, which is added as one row."""
-    zeros = "tl.zeros(gradient.shape, tl.int32)"
-    arguments = [f"{offset} + {zeros}", "gradient", inside.removeprefix(", mask=") or f"{zeros} == 0"]
-    if by_row:
-        arguments = [f"tl.trans({argument})" for argument in arguments]
-    return [f"add_in_order({total}, {', '.join(arguments)})"]
+            offset, inside = f"{place} + zeros", f"{within} & (zeros == 0)"
+        added = [offset, "gradient", inside]
+        if in_order and of_row not in inputs:  # a column `[M, 1]`, which is added as one row
+            added = [f"tl.trans({each})" for each in added]
+        lines.append(f"{'add_in_order' if in_order else 'add_to_entries'}({total}, {', '.join(added)})")
+    return lines
 
 
 @functools.lru_cache(maxsize=1024)

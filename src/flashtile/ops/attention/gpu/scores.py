@@ -505,6 +505,12 @@ _LEAST_SLOTS = 64
 
 
 @triton.jit
+def _add_to_entries(sums_ptr, offsets, values, inside):
+    """Adds values to the sums at offsets, both `[M, N]`, where they lie inside, in no fixed order."""
+    tl.atomic_add(sums_ptr + offsets, values, mask=inside, sem="relaxed")
+
+
+@triton.jit
 def add_in_order(sums_ptr, offsets, values, inside):
     """Adds values to the sums at offsets, both `[M, N]`, where they lie inside."""
     ROWS: tl.constexpr = values.shape[0]
@@ -551,6 +557,7 @@ _NAMES = {
     "constant": _constant,
     "hyperbolic_tangent": tanh,
     "sine": compiled(SINE_SOURCE, triton.jit, {"tl": tl}),
+    "add_to_entries": _add_to_entries,
     "add_in_order": add_in_order,
 }
 

@@ -9,7 +9,7 @@ from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.gpu.tile_configs import SHORT, describe_kernel, kernel_tiles, length_class
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import separate_configs as float32_configs
-from flashtile.ops.attention.hopper.backward_configs import dq_epilogue
+from flashtile.ops.attention.hopper.backward_configs import BackwardConfig, dq_epilogue
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.separate_configs import (
     HALF_WIDE,
@@ -86,8 +86,9 @@ def _unsupported_feature(call: Call) -> str | None:
     if widest > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {widest}"
     if call.spec.score_program is not None:
-        if call.phase == "backward" and any(call.wanted.captured):
-            return "it has no gradients of the tensors that a score function reads"
+        fixed = call.spec.deterministic or call.spec.batch_invariant
+        if fixed and call.phase == "backward" and any(call.wanted.captured):
+            return "it adds up gradients of the tensors that a score function reads in no fixed order"
         operation = unsupported_operation(call.spec.score_program, with_derivative=call.phase == "backward")
         if operation is not None:
             return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
@@ -177,10 +178,14 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
     summary = summarise((cut.block_m, cut.block_n), warps, cut.stages, memory)
     main = KernelChoice("backward", cut, memory, "hopper", summary=summary, tiles_from=row_from(call))
-    by = backward_configs.bias_gradient_by(cut, call)
+    kernels, by = [main], backward_configs.bias_gradient_by(cut, call)
     if by == "portable":
-        return main, describe_kernel(*kernel_tiles("dbias", call), call)
-    return (main, _describe_bias_gradient(call)) if by == "hopper" else (main,)
+        kernels.append(describe_kernel(*kernel_tiles("dbias", call), call))
+    elif by == "hopper":
+        kernels.append(_describe_bias_gradient(call))
+    if any(call.wanted.captured):
+        kernels.append(_describe_captured_gradient(cut, call))
+    return (*kernels,)
 
 
 def _warps(consumers: int) -> str:
@@ -217,6 +222,14 @@ def _describe_bias_gradient(call: Call) -> KernelChoice:
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
     summary = summarise(block, _warps(cut.warpgroups), cut.stages, memory)
     return KernelChoice("dbias", cut, memory, "hopper", summary=summary)
+
+
+def _describe_captured_gradient(config: BackwardConfig, call: Call) -> KernelChoice:
+    """`config`: of the main kernel."""
+    cut = backward_configs.captured_gradient_config(config, call)
+    memory = backward_configs.captured_gradient_memory(cut, config, call.head_dims)
+    summary = summarise((config.block_m, config.block_n), _warps(2), cut.stages, memory)
+    return KernelChoice("dcaptured", cut, memory, "hopper", summary=summary)
 
 
 BACKEND = Backend("hopper", "flashtile.ops.attention.hopper.launch", unsupported_reason, describe)

@@ -380,6 +380,48 @@ def bias_gradient_by(config: BackwardConfig, call: Call) -> Literal["backward", 
     return "hopper" if moves_by_tma(bias, call.dtype) and config.block_m == BIAS_QUERIES else "portable"
 
 
+class CapturedGradientConfig(NamedTuple):
+    """How the kernel of the gradients of tensors that a score function reads is cut. Its tiles are those of the main
+    kernel, whose statistics it reads, and whose order of sequences.
+
+    Attributes:
+        key_stages, stages: tiles of keys and of values, and of queries and of dout, in flight.
+        registers, producer_registers: of a thread of a warpgroup that adds, of which there are two, and of the loading
+            one, whose scalars 24 registers do not hold (heads of 256, causal, spill 32 bytes).
+        max_registers: of a thread at launch: 64 Ki over three warpgroups.
+    """
+
+    key_stages: int
+    stages: int
+    registers: int = 232
+    producer_registers: int = 40
+    max_registers: int = 168
+
+
+#: By the keys of a tile: the first that fits. If both warpgroups share 64 keys, each has half of the tiles of queries.
+_CAPTURED_CUTS = {
+    keys: tuple(CapturedGradientConfig(*cut) for cut in cuts)
+    for keys, cuts in ((128, ((2, 3), (1, 3))), (64, ((2, 4), (1, 4), (1, 2))))
+}
+
+#: Bytes through which warps add up what belongs to one entry.
+_REDUCTION = 2048
+
+
+def captured_gradient_config(config: BackwardConfig, call: Call) -> CapturedGradientConfig:
+    """The cut of the kernel of the gradients of captured tensors. `config`: of the main kernel."""
+    cuts = _CAPTURED_CUTS[config.block_n]
+    return next(cut for cut in cuts if captured_gradient_memory(cut, config, call.head_dims) <= SHARED_MEMORY)
+
+
+def captured_gradient_memory(cut: CapturedGradientConfig, config: BackwardConfig, heads: tuple[int, int]) -> int:
+    """Estimate of the shared memory of a program of that kernel, in bytes. `config`: of the main kernel."""
+    loads = config._replace(
+        key_stages=cut.key_stages, stages=cut.stages, dscore_stages=0, sums_by_tma=False, bias_stored=False
+    )
+    return row_shared_memory(loads, *heads, apart=False) + _REDUCTION
+
+
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous gradient `[..., head_dim]` whose rows are padded to the 16 bytes of TMA."""
     *outer, head_dim = shape

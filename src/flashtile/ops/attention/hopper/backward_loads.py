@@ -2,7 +2,7 @@
 another. Letters as in `primitives` and `backward`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -277,7 +277,7 @@ def backward_pipeline(
     shares: int,
     scratch: dict[str, int],
     more: Mapping[str, Layout | None],
-    zeroed: tuple[str, ...] = (),
+    zeroed: Collection[str] = (),
 ) -> Pipeline:
     """The pipeline of some kernels, and of that which adds up the shares of dk and dv.
 

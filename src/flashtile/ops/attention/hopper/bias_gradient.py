@@ -449,16 +449,30 @@ def _score_gradients(
     problem, WHICH: gl.constexpr,
 ):  # fmt: skip
     """`dsᵀ` of 64 keys, in `key_slot`, and of the `which`-th tile of queries."""
+    step = Step(head, _query_tile(tile, which, problem))
+    slot = _hidden(shared.q.slot(count * QUERY_TILES + which), count, shared)
+    ds, _, _, _ = recompute_gradients(
+        count, slot, key_slot, Slot(which, 0), step, bias_tiles, work, config=config, shared=shared, problem=problem,
+        WHICH=WHICH,
+    )  # fmt: skip
+    return ds
+
+
+@gluon.jit
+def recompute_gradients(
+    count, slot, key_slot, bias_slot, step, bias_tiles, work, config, shared, problem, WHICH: gl.constexpr
+):  # fmt: skip
+    """`dsᵀ` of the `WHICH`-th 64 keys, in `key_slot`, and of a tile of queries, in `slot`; their weights `pᵀ`, with a
+    minus before those that dropout drops; what `modified_scores` returns beside the scores; and the step, which with a
+    block mask is the one that was published as number `count`."""
     q, dout = shared.q, shared.dout
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
     zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
-    step = Step(head, _query_tile(tile, which, problem))
     kind = FULL
     blocks = BlockLists(problem.side.block_lists, problem.numbers.blocks)
     first_key = work.first_key + WHICH * ROWS
     positions = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    slot = _hidden(q.slot(count * QUERY_TILES + which), count, shared)
     q.acquire(slot)
     if config.TILE_K > 0:
         step, kind = listed_step(count, config, shared)
@@ -467,9 +481,9 @@ def _score_gradients(
     dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
     s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config=config)
     dropout = group_head_dropout(step.head, work, problem)
-    tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config=config, WHICH=WHICH)
+    tables = load_tables(first_key, bias_slot, step, 0, work, bias_tiles, problem, config=config, WHICH=WHICH)
     s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
-    p, _ = compute_p(
+    p, inner = compute_p(
         s, lse, positions, first_key, step, kind, tables, part=0, work=work, config=config, problem=problem,
         blocks=blocks, MASK=config.MASKS,
     )  # fmt: skip
@@ -478,7 +492,7 @@ def _score_gradients(
     dp = warpgroup_mma_wait(0, [dp])
     dout.release(slot)
     q.release(slot)
-    return score_gradients(p, dp, delta, dtype, problem, config)
+    return score_gradients(p, dp, delta, dtype, problem, config), p, inner, step
 
 
 @gluon.jit

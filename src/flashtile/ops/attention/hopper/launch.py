@@ -27,6 +27,7 @@ from flashtile.ops.attention.gpu.plan import plan_bias_gradient
 from flashtile.ops.attention.gpu.reductions import (
     BackwardPlan,
     bias_sum_kernel,
+    captured_sums,
     gradients_without_keys,
     lse_without_keys,
 )
@@ -36,6 +37,7 @@ from flashtile.ops.attention.hopper.backward_configs import bias_gradient_by, pa
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
 from flashtile.ops.attention.hopper.backward_loads import backward_pipeline, gradient_layouts, scratch_shapes
 from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel, cut_bias_work
+from flashtile.ops.attention.hopper.captured_gradient import captured_gradient_kernel
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -116,13 +118,15 @@ def prepare_forward(
 
 def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
-    of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. They serve all of
-    `wanted` but tensors of score functions (`unsupported_reason` of the package)."""
+    of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`; gradients of what
+    a score function reads always are (`unsupported_reason` of the package)."""
     dout, dlse, q, k, v, out, lse = inputs
     if not q.numel() or not k.numel() or not v.numel():
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         learned = gradients_without_keys(dlse, lse, side, wanted)
-        return Gradients(dq, dk, dv, **learned, captured=(None,) * len(side.captured))
+        given = zip(side.captured, wanted.captured)
+        captured = tuple(torch.zeros_like(of) if wants else None for of, wants in given)
+        return Gradients(dq, dk, dv, **learned, captured=captured)
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
@@ -281,9 +285,12 @@ def plan_backward(call: Call) -> BackwardPlan:
         "semaphores": begin.programs if schedule.is_ordered(call) else 0,
         "order": 2 * call.batch + 3 if call.packed else 0,
     }
-    zeroed = ("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias")
-    gradients, kernels = gradient_layouts(call, schedule.shares), {**kernels, **of_bias}
-    pipeline = backward_pipeline(call, kernels, gradients, schedule.shares, sizes, stored, zeroed)
+    zeroed = {"slope_sums"} if all_stored or not config.bias_stored else {"slope_sums", "dbias"}
+    of_captured, sums = _captured_gradients(call, schedule)
+    gradients, kernels = gradient_layouts(call, schedule.shares), {**kernels, **of_bias, **of_captured}
+    pipeline = backward_pipeline(
+        call, kernels, gradients, schedule.shares, sizes, {**stored, **sums}, zeroed | sums.keys()
+    )
     return BackwardPlan(pipeline, by_key=True)
 
 
@@ -305,6 +312,15 @@ def _bias_gradient(call: Call, schedule: BackwardSchedule) -> tuple[dict[str, Ke
         kernels["bias_sum"] = bias_sum_kernel(work.parts, bias)
         stored["bias_parts"] = contiguous((work.parts, *bias.shape), torch.float32)
     return kernels, stored
+
+
+def _captured_gradients(call: Call, schedule: BackwardSchedule) -> tuple[dict[str, Kernel], dict[str, Layout]]:
+    """The kernel of the gradients of tensors that a score function reads, and what is zero before it: its sums, and the
+    number of tiles that are taken."""
+    if not any(call.wanted.captured):
+        return {}, {}
+    counter = contiguous((1,), torch.int32)
+    return {"captured": captured_gradient_kernel(call, schedule)}, {**captured_sums(call), "captured_counter": counter}
 
 
 # Separate kernels for dv, dk and dq: wide heads, and float32

@@ -31,6 +31,7 @@ from flashtile._backends.gluon import gl, gluon, tma_load
 from flashtile._backends.launch import float32
 from flashtile.ops.attention.gpu.score_source import (
     SINE_SOURCE,
+    additions_source,
     compiled,
     function_source,
     reads_source,
@@ -482,11 +483,36 @@ def _hyperbolic_tangent(x, PRECISE: gl.constexpr):
     return 1.0 - 2.0 * inverse
 
 
+@gluon.constexpr_function
+def _distinct_layout(ROWS, COLUMNS):
+    """The layout of a product of a warpgroup, `[64, 64]`, if all its rows or columns are one: no thread has a number
+    twice."""
+    registers = [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]]
+    lanes, warps = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    registers, lanes, warps = (
+        [[row if ROWS > 1 else 0, column if COLUMNS > 1 else 0] for row, column in each]
+        for each in (registers, lanes, warps)
+    )
+    return gl.DistributedLinearLayout([each for each in registers if any(each)], lanes, warps, [], [ROWS, COLUMNS])
+
+
+@gluon.jit
+def _add_to_entries(sums_ptr, offsets, values, inside):
+    """Adds values to the sums at offsets where they lie inside, in no fixed order: `[64, 64]`, or less where rows or
+    columns were added up. Then a thread has each number several times, and would add it as often."""
+    layout: gl.constexpr = _distinct_layout(values.shape[0], values.shape[1])
+    pointers = sums_ptr + gl.convert_layout(offsets, layout, assert_trivial=True)
+    values = gl.convert_layout(values, layout, assert_trivial=True)
+    inside = gl.convert_layout(inside, layout, assert_trivial=True)
+    gl.atomic_add(pointers, values, mask=inside, sem="relaxed")
+
+
 _NAMES = {
     "tl": gl,
     "constant": _constant,
     "hyperbolic_tangent": _hyperbolic_tangent,
     "sine": compiled(SINE_SOURCE, gluon.jit, {"tl": gl}),
+    "add_to_entries": _add_to_entries,
 }
 
 
@@ -500,6 +526,12 @@ def gluon_function(text: str, bounds: ScoreBounds | None) -> Any:
 def gluon_derivative(text: str, bounds: ScoreBounds | None) -> Any:
     """The same with its derivative: see `score_source.with_derivative_source`."""
     return compiled(with_derivative_source(text, bounds), gluon.jit, _NAMES)
+
+
+@functools.lru_cache(maxsize=1024)
+def gluon_additions(text: str, summed: tuple[bool, ...], bounds: ScoreBounds | None) -> Any:
+    """The `@gluon.jit` function that adds up the gradients of captured tensors: see `score_source.additions_source`."""
+    return compiled(additions_source(text, summed, bounds), gluon.jit, _NAMES)
 
 
 @functools.lru_cache(maxsize=1024)

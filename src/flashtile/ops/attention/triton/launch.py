@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import plan_cache
 from flashtile._backends.pipeline import ADDRESS, Pipeline
@@ -21,7 +20,7 @@ from flashtile.ops.attention.gpu.parameters import (
     positive_scale,
 )
 from flashtile.ops.attention.gpu.plan import PortableKernel, plan_kernel, uses_fp8_products
-from flashtile.ops.attention.gpu.reductions import BackwardPlan, sum_layouts
+from flashtile.ops.attention.gpu.reductions import BackwardPlan, captured_sums, sum_layouts
 from flashtile.ops.attention.gpu.tile_configs import KernelName, phase_kernels
 from flashtile.ops.attention.spec import (
     FP8,
@@ -133,11 +132,8 @@ def plan_backward(call: Call) -> BackwardPlan:
     queries = next(iter(planned.values()))
     kernels = {name: of for each in planned.values() for name, of in each.kernels.items()}
     written = {name: of for each in planned.values() for name, of in each.outputs.items()}
-    outputs: dict[str, Any] = {**sum_layouts(call, call.rows_q)}
-    for number, (of, wants) in enumerate(zip(call.aux.captured, call.wanted.captured)):
-        if wants:
-            slots = (queries.kernel.programs,) if queries.waves else ()
-            outputs[f"sum{number}"] = contiguous((*slots, *of.shape), torch.float32)
+    slots = (queries.kernel.programs,) if queries.waves else ()
+    outputs: dict[str, Any] = {**sum_layouts(call, call.rows_q), **captured_sums(call, slots)}
     given = ("q", "k", "v", "out", "lse", *aux_buffers(call), "dout", "dlse")
     zeroed = {*outputs, *(name for of in planned.values() if not of.kernel.programs for name in of.outputs)}
     repeated = {"dq": "wave"} if queries.waves else {}
