@@ -165,6 +165,10 @@ def _convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Valu
     return x.with_layout(layout)
 
 
+def _gather(x: Value, index: Value, axis: int) -> Value:
+    return Value(x.data.gather(axis, index.data.long()), x.dtype, x._layout)
+
+
 def _cdiv(a: Any, b: Any) -> Any:
     return (a + (b - 1)) // b
 
@@ -448,7 +452,7 @@ gl = SimpleNamespace(
     num_warps=lambda: current().warps,
     static_range=range, static_assert=_static_assert,
     arange=_arange, full=_full, zeros=_zeros, reshape=_reshape, permute=_permute, split=_split, join=_join,
-    convert_layout=_convert_layout, where=_where, cdiv=_cdiv,
+    convert_layout=_convert_layout, where=_where, gather=_gather, cdiv=_cdiv,
     exp2=_unary(torch.exp2), exp=_unary(torch.exp), log=_unary(torch.log), abs=_unary(torch.abs),
     log2=_unary(torch.log2), sqrt=_unary(torch.sqrt), sin=_unary(torch.sin), cos=_unary(torch.cos),
     erf=_unary(torch.erf), floor=_unary(torch.floor), ceil=_unary(torch.ceil),

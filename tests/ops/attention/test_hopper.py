@@ -1640,10 +1640,10 @@ def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
 
 #: The additions in memory of both warpgroups that compute gradients of what a score function reads: no thread adds a
 #: number twice.
-_ADDITIONS = {"relative": 2 * 32, "waves": 2 * (1 + 2)}
+_ADDITIONS = {"relative": 2 * 3, "waves": 2 * (1 + 2), "scattered": 2 * 32}
 
 #: Bytes that these spill with a block mask, or dropout, a soft cap and a bias: of what stays the same in the loop.
-_SPILLS_OF_CAPTURED_GRADIENTS = 288
+_SPILLS_OF_CAPTURED_GRADIENTS = 400
 
 
 @pytest.mark.parametrize(

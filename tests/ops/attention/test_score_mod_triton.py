@@ -15,10 +15,12 @@ import flashtile
 from flashtile._backends import clear_plans, devices
 from flashtile.ops.attention.gpu.score_source import (
     SINE_SOURCE,
+    additions_source,
     derivative_source,
     function_source,
     unsupported_operation,
 )
+from flashtile.ops.attention.score_program import parse
 from flashtile.testing import assert_close, check
 from flashtile.testing.tolerance import Size, size
 from gluon_emulator import language
@@ -207,6 +209,23 @@ def test_a_source_reads_like_the_function():
     assert "v2 = tl.load(captured.tensor0 + (at2_0 * sizes.size0_1 + at2_1), mask=at2_inside, other=0)" in source
     assert "add_to_entries(sums.sum0" in derivative_source(text, (True,))
     assert "sums." not in derivative_source(text)
+
+
+@pytest.mark.parametrize(
+    "index, by_diagonals",
+    [
+        (lambda buckets, b, h, q, k: (h, torch.clamp(k - q, -4, 4) + b), True),
+        (lambda buckets, b, h, q, k: (h, buckets[q - k]), True),
+        (lambda buckets, b, h, q, k: (h, (q - k) * (q % 2)), False),
+        (lambda buckets, b, h, q, k: (q % 3, q - k), False),
+        (lambda buckets, b, h, q, k: (h, k), False),
+    ],
+)
+def test_which_gradients_are_added_up_by_diagonals(index, by_diagonals):
+    table, buckets = torch.zeros(3, 9), torch.zeros(9, dtype=torch.int32)
+    text = flashtile.trace_score_mod(lambda s, *at: s + table[index(buckets, *at)]).program
+    source = additions_source(text, tuple(dtype == "float32" for dtype, _ in parse(text).captured))
+    assert ("diagonal_sums(" in source) is by_diagonals
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")

@@ -34,6 +34,9 @@ def _traced(name: str, *captured: torch.Tensor) -> Any:
     return flashtile.trace_score_mod(bench_functions.SCORES[name].make(captured, 4096))
 
 
+_EACH_PAIR = torch.zeros(64, 64)
+
+
 def _table(dtype: torch.dtype, heads: int, rows: int, keys: int, batch: int = 1) -> TensorFacts:
     """A bias or a mask that is contiguous."""
     return TensorFacts(dtype, (batch, heads, rows, keys), (heads * rows * keys, rows * keys, keys, 1), 0)
@@ -77,6 +80,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "waves": {"score_mod": _traced("waves", torch.zeros(4), torch.zeros(4, 4096))},
     "alibi_function": {"score_mod": _traced("alibi", torch.zeros(4))},
     "capped": {"score_mod": _traced("softcap")},
+    # An element for each score, which others with the same distance do not share.
+    "scattered": {"score_mod": flashtile.trace_score_mod(lambda s, b, h, q, k: s + _EACH_PAIR[q % 64, k % 64])},
 }
 #: And of the loops of a backward.
 _LOOPS = {
@@ -325,11 +330,11 @@ BIAS_GRADIENT_FORMS = _backwards("""
     256-packed-causal-blocks-bias-shared_by_heads 64-causal-bias-waves-no_masks 128-causal-bias-capped-fp16
     256-packed-causal-blocks-bias-relative
 """)
-#: The gradients of what a score function reads, two warpgroups for 128 keys and for 64: an entry for each score, whose
-#: address is known to be right or not, and one for each head and one for each key.
+#: The gradients of what a score function reads, two warpgroups for 128 keys and for 64: an entry for each diagonal, one
+#: for each head and one for each key, and one for each score.
 CAPTURED_GRADIENT_FORMS = _backwards("""
     64-causal-relative-covered-reads_learn 128-packed-window-softcap-dropout-bias-waves-reads_learn
-    256-causal-blocks_64x64-relative-reads_learn
+    256-causal-blocks_64x64-scattered-reads_learn
 """)
 
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers

@@ -21,6 +21,7 @@ from torch import Tensor
 #: The arguments of a score function, and what they are called in a program.
 INPUTS = ("%score", "%batch", "%head", "%q_index", "%k_index")
 UPSTREAM = "%upstream"
+_SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 
 #: Steps that are no operation of PyTorch: `load` (number of the captured tensor, indices), `constant` (value),
 #: `cast` (value).
@@ -94,6 +95,16 @@ class ScoreProgram(NamedTuple):
         for name, step in named_steps(self.steps).items():
             found[name] = frozenset().union(*(found[value] for value in step.values))
         return found
+
+    @property
+    def by_distance(self) -> frozenset[str]:
+        """The names of the values that depend on a query and a key by their difference alone, and on no score."""
+        found = {_BATCH, _HEAD}
+        for name, step in named_steps(self.steps).items():
+            is_difference = step.name in ("sub", "rsub") and {*step.arguments} == {_Q_INDEX, _K_INDEX}
+            if is_difference or found.issuperset(step.values):
+                found.add(name)
+        return frozenset(found)
 
     @property
     def early_loads(self) -> tuple[str, ...]:

@@ -153,8 +153,9 @@ def _additions(
     in_order: bool = False,
     transposed: bool = False,
 ) -> list[str]:
-    """Lines that add up the gradients of captured tensors. `transposed`: the rows of a tile are keys."""
-    lines = []
+    """Lines that add up the gradients of captured tensors. `transposed`: the rows of a tile are keys, and there is a
+    function `diagonal_sums`."""
+    lines, by_distance = [], gradient.program.by_distance if transposed else frozenset()
     for captured, indices, value in gradient.loads:
         if not (captured < len(summed) and summed[captured]):
             continue
@@ -172,10 +173,17 @@ def _additions(
             lines.append("gradient = tl.sum(gradient, 1)[:, None]")
         if of_column not in inputs:
             lines.append("gradient = tl.sum(gradient, 0)[None, :]")
+        of_place = writer
+        if {_Q_INDEX, _K_INDEX} <= inputs and by_distance.issuperset(indices):
+            # The entry of a diagonal is that of any of its pairs, such as one with the first query.
+            own = {_Q_INDEX: "first_q", _K_INDEX: "diagonal"}
+            needed = gradient.program.needed_for(indices)
+            of_place = ScoreWriter(gradient.program, only=needed, names=own, prefix="of_diagonal")
+            lines += ["gradient, diagonal = diagonal_sums(gradient, first_k)", *of_place.lines]
         lines.append("zeros = tl.zeros_like(gradient).to(tl.int32)")
         offset, inside = "zeros", "zeros == 0"
         if indices:
-            more, place, within = writer.place(captured, indices, "at")
+            more, place, within = of_place.place(captured, indices, "at")
             lines += more
             offset, inside = f"{place} + zeros", f"{within} & (zeros == 0)"
         added = [offset, "gradient", inside]

@@ -4,7 +4,7 @@ here. Reads that stay within their tensors need no checks, so the ranges of a pr
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,8 @@ class ScoreWriter:
     Args:
         given: names of loads that are in the tuple `reads`, in its order.
         only: names of the values that are wanted; None = all.
+        names: of arguments of the function in the source, where they are not their own.
+        prefix: of the names of results in the source.
     """
 
     def __init__(
@@ -126,8 +128,11 @@ class ScoreWriter:
         bounds: ScoreBounds | None = None,
         given: Sequence[str] = (),
         only: Container[str] | None = None,
+        names: Mapping[str, str] | None = None,
+        prefix: str = "v",
     ) -> None:
         self.program = program
+        self._names, self._prefix = names or {}, prefix
         self._given = {name: f"reads[{place}]" for place, name in enumerate(given)}
         self._shapes = () if bounds is None else bounds.shapes
         self._ranges = {} if bounds is None else ranges(program, bounds)
@@ -146,7 +151,7 @@ class ScoreWriter:
                 self.lines.append(f"{self.value_name(name)} = {self._expression(step)}")
 
     def value_name(self, value: str) -> str:
-        return f"v{value[1:]}" if value[1:].isdigit() else value[1:]
+        return f"{self._prefix}{value[1:]}" if value[1:].isdigit() else self._names.get(value, value[1:])
 
     def argument_inputs(self, value: str) -> frozenset[str]:
         """The arguments of the function that a value depends on."""
@@ -222,7 +227,7 @@ class ScoreWriter:
 
     def _load(self, number: int, step: Step) -> None:
         captured, *indices = step.arguments
-        name, pointer = f"v{number}", f"captured.tensor{captured}"
+        name, pointer = self.value_name(f"%{number}"), f"captured.tensor{captured}"
         given = self._given.get(f"%{number}")
         within = self._stays_within(captured, indices)
         if indices and not within:

@@ -11,7 +11,8 @@ and computes of each query tile, with the pieces of the main kernel (letters as 
 
 A function that is written for the call (`score_source.additions_source`) multiplies `dsᵀ` by the derivative with
 respect to each entry that the score function has read, adds up what belongs to one entry, and adds it to float32 sums.
-Nothing is rounded before that. Thread blocks add in no fixed order.
+Nothing is rounded before that. Thread blocks add in no fixed order. Entries by the distance of query and key are those
+of diagonals (`modifiers.diagonal_sums`), because a memory that adds 4,096 numbers takes longer than the products.
 
 Roles: `add_gradients`, twice, and the main kernel's `produce`, one warp. If a tile has 128 keys, each warpgroup takes
 64 of them. If it has 64, each takes every second query tile, and half of the places that these have on chip: to a
@@ -46,7 +47,7 @@ from flashtile.ops.attention.hopper.modifiers import (
     make_bias_tiles,
     make_tile_info,
 )
-from flashtile.ops.attention.hopper.primitives import Chunks, make_ring, make_tile_queue
+from flashtile.ops.attention.hopper.primitives import Chunks, Slot, hidden_zero, make_ring, make_tile_queue
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
 
 #: Warpgroups that compute.
@@ -180,6 +181,8 @@ def _add_step(
     """Step number `index` of a key tile, the thread block's number `count`."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
     slot = shared.q.slot(count)
+    # If a compiler saw that these are the keys of the step before, it would keep the descriptors of all products.
+    key_slot = Slot(key_slot.place + hidden_zero(count), key_slot.phase)
     step = key_tile_step(work, index, config)
     ds, p, inner, step = recompute_gradients(
         count, slot, key_slot, slot, step, shared.bias, work, config=config, shared=shared, problem=problem, WHICH=PART

@@ -499,12 +499,82 @@ def _distinct_layout(ROWS, COLUMNS):
 @gluon.jit
 def _add_to_entries(sums_ptr, offsets, values, inside):
     """Adds values to the sums at offsets where they lie inside, in no fixed order: `[64, 64]`, or less where rows or
-    columns were added up. Then a thread has each number several times, and would add it as often."""
-    layout: gl.constexpr = _distinct_layout(values.shape[0], values.shape[1])
-    pointers = sums_ptr + gl.convert_layout(offsets, layout, assert_trivial=True)
-    values = gl.convert_layout(values, layout, assert_trivial=True)
-    inside = gl.convert_layout(inside, layout, assert_trivial=True)
-    gl.atomic_add(pointers, values, mask=inside, sem="relaxed")
+    columns were added up, or `diagonal_sums`."""
+    inside &= values != 0.0
+    if len(values.shape) == 2:
+        # Where numbers were added up, a thread has each several times, and would add it as often.
+        layout: gl.constexpr = _distinct_layout(values.shape[0], values.shape[1])
+        offsets = gl.convert_layout(offsets, layout, assert_trivial=True)
+        values = gl.convert_layout(values, layout, assert_trivial=True)
+        inside = gl.convert_layout(inside, layout, assert_trivial=True)
+    gl.atomic_add(sums_ptr + offsets, values, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def diagonal_sums(x, first_row):
+    """The sums of the diagonals `row - column` of `x` `[64, 64]`, the result of a product of a warpgroup, and the rows
+    in which they cross the first column, counted from `first_row`. Each warp sums its 16 rows: a diagonal is there up
+    to four times. Zeros fill the shape up, `[4, 8, 4, 2, 2]`.
+
+    A thread has a row `g` of eight, two columns `u` of each eight, and all eights: 2 of rows, 8 of columns. What lies
+    on one diagonal of eights it adds up by itself. Diagonal `8·m + n` then has the elements of eight `m` in which `g -
+    u` is `n`, and those of eight `m + 1` in which it is `n - 8`. For each `m` every element is turned to row `n`, which
+    is a shuffle, and four threads add up.
+    """
+    parts = gl.permute(gl.reshape(x, [4, 2, 8, 2, 2, 2, 8]), [0, 2, 6, 5, 4, 3, 1])  # warp, g, u, eights
+    upper, lower = gl.split(parts)
+    eights = Eights(_unpacked(upper, 8), _unpacked(lower, 8))
+    first, before = _sum_eights(eights, 0.0, 0, 4)
+    second, before = _sum_eights(eights, before, 4, 8)
+    third, _ = _sum_eights(eights, before, 8, 10)
+    layout: gl.constexpr = first.type.layout
+    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    n = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    row = first_row - 64 + 16 * warp + n + 8 * thread
+    rows = gl.join(gl.join(row, row + 32), gl.join(row + 64, row + 96))
+    return gl.join(gl.join(first, second), gl.join(third, gl.zeros_like(third))), rows
+
+
+class Eights(NamedTuple):
+    """Parts of a tile, 8 rows of each warp and 8 columns, `[4, 8, 8]`: those of 8 upper rows, and of 8 lower ones."""
+
+    upper: Any
+    lower: Any
+
+
+@gluon.jit
+def _sum_eights(eights, before, BEGIN: gl.constexpr, END: gl.constexpr):
+    """The sums of diagonals `8·m + n`, `[4, 8, 4]`: of those `m` from `BEGIN - 8` to `END - 8` each thread of a row has
+    its own. `before`: the sum of all eights `BEGIN - 8`. That of `END - 8` comes second."""
+    zeros = gl.zeros_like(eights.upper[BEGIN % 8])
+    layout: gl.constexpr = zeros.type.layout
+    g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    u = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    turned = (g + u) % 8 + zeros.to(gl.int32)
+    found = gl.sum(gl.reshape(zeros, [4, 8, 4, 2]), 3)
+    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, found.type.layout)))[None, None, :]
+    for place in gl.static_range(BEGIN, END):
+        following = zeros
+        if place < 8:
+            following += eights.upper[7 - place]
+        if place > 0 and place < 9:
+            following += eights.lower[8 - place]
+        own = gl.gather(gl.where(u > g, following, before), turned, 1)
+        total = gl.sum(gl.sum(gl.reshape(own, [4, 8, 4, 2]), 3), 2)
+        found = gl.where(thread == place - BEGIN, total[:, :, None], found)
+        before = following
+    return found, before
+
+
+@gluon.jit
+def _unpacked(x, COUNT: gl.constexpr):
+    """A tuple of the parts of `x` along its last dimensions, which are 2 each; the last one is the slowest."""
+    parts = (x,)
+    if COUNT > 1:
+        first, second = gl.split(x)
+        parts = _unpacked(first, COUNT // 2) + _unpacked(second, COUNT // 2)
+    return parts
 
 
 _NAMES = {
@@ -513,6 +583,7 @@ _NAMES = {
     "hyperbolic_tangent": _hyperbolic_tangent,
     "sine": compiled(SINE_SOURCE, gluon.jit, {"tl": gl}),
     "add_to_entries": _add_to_entries,
+    "diagonal_sums": diagonal_sums,
 }
 
 
