@@ -174,17 +174,19 @@ SHORT, SHORT_CAUSAL = 256, 2048
 #: and 128 keys, causal: heads of 64, 16 of them, 32 × 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9
 #: and 62.2; of 128, 16 × 512 45.5 and 49.4, 8 × 1,024 67.7 and 69.1, 1 × 2,048 60.9 and 59.4. Without a mask, of 128,
 #: 32 × 256 38.1 and 39.1; but of 64, 64 × 256 53.9 and 53.2, and of 80 and 96, 32 × 512, 104.8 and 92.8, 115 and 99.5.
+#: Causal, of 80 and 96, 16 heads (an H200): 83 × 197 62.2 and 73.1, 66.4 and 78.5; 28 × 577 87.6 and 92.8, 93.4 and 100.
 _HALF_KEYS = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
 )
 
 #: Numbers of queries and keys up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with
-#: heads of 97 to 128, without a mask and under a causal one.
-HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
+#: heads of 97 to 128, without a mask and under a causal one; and with heads of 65 to 96, causal.
+HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL, HALF_MIDDLE_CAUSAL = 512, 512, 1024, 640
 
 #: Queries and keys up to which tiles have one consumer, with heads of 32 and 64: causal, beyond `SHORT`; without a mask
 #: if tiles of three consumers would be less full than this.
-ALONE_CAUSAL, ALONE_FULL, _LEAST_FULL = 1024, 512, 0.9
+#: 28 × 577 tokens, 16 heads of 64, an H200: 110 µs instead of 122.
+ALONE_CAUSAL, ALONE_FULL, _LEAST_FULL = 1024, 640, 0.9
 
 #: Calls of up to so many keys have tiles of 64 if they fill an odd number of these, without a mask and with heads of 65
 #: to 128: half of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 ×
@@ -224,10 +226,18 @@ _SINGLE = HopperConfig(
     consumers=1, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32, resident=2
 )
 
-#: Where a sequence's queries fill no more than its tile, with heads of any width (wider ones: one consumer of their
-#: row): µs of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16
-#: 111 and 58; 4 heads of 256, of 64 41.4 and 37.6, of 16 109 and 60, with dropout 170 and 73; packed, 8 heads of 64, of
-#: 64 47.8 and 33.4 (`_ALONE`: 35.0), of 16 155 and 87.
+#: Where the queries of a sequence fit its tile, with heads of any width (wider than 128: one consumer of their row). µs
+#: of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16 111 and 58;
+#: 4 heads of 256, of 64 41.4 and 37.6, of 16 109 and 60, with dropout 170 and 73; packed, 8 heads of 64, of 64 47.8 and
+#: 33.4 (`_ALONE`: 35.0), of 16 155 and 87. 16 × 64 queries over 8,192 cached rows, pages of 16, 32 / 8 heads of 128, 360
+#: and 221.
+#:
+#: Where sequences have an odd number of such tiles (`_most_of_odd_tiles`), of which the second of two consumers would
+#: not have the last. 16 heads of 80, sequences of 144 83.8 and 72.3, causal 74.4 and 58.2, of 257 102 and 94.8, causal
+#: 80.5 and 67.6; of 64, 160 61.1 and 59.0, causal 60.0 and 47.0, 257 91.8 and 82.4; of 128, 144 95.4 and 86.9, causal
+#: 86.1 and 77.6, 257 causal 91.7 and 84.5, but full 111 and 124. With an even number, of 80, 197 78.4 and 84.4, causal
+#: 62.2 and 64.0.
+#:
 #: With heads of 65 to 128 also where tiles are few (`one_consumer_pays`), and with dropout in short sequences: 103 × 73
 #: tokens, 4 heads of 128, 1.17 times as fast as two consumers, 64 × 128, 16 heads, 1.07, causal 1.03; but 16 × 512
 #: 1.01, and of 96, 64 × 197, 12 heads, 0.97.
@@ -317,7 +327,9 @@ def _has_half_keys(call: Call) -> bool:
         return right and longest <= HALF_CAUSAL
     if not right and widest <= 128 and keys <= HALF_ODD and -(-keys // _HALF_KEYS.block_n) % 2:
         return True
-    return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
+    if widest <= 96:
+        return right and longest <= HALF_MIDDLE_CAUSAL
+    return widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 
 def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
@@ -330,11 +342,14 @@ def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
     if widest > 128:
         short = right and not (left or dropout) and short_tiles_pay(call)
         return row._replace(consumers=1, in_turn=False) if (few or short) and widest <= _MAX_PART else None
+    odd = not left and -(-lengths[0] // _ROWS_OF_ONE) % 2 and max(lengths) <= _most_of_odd_tiles(widest, right)
     if widest > 64 or (one_tile and not left):
         short = dropout and widest > 96 and max(lengths) <= SHORT
-        return _SHORT_SINGLE if few or short else None
+        return _SHORT_SINGLE if few or short or odd else None
     if left:
         return None
+    if odd and not dropout and _fill_tiles(head_dim, head_dim_v):
+        return _SHORT_SINGLE
     if not _fill_tiles(head_dim, head_dim_v):
         # Its tiles of queries are more, so that keys are loaded more often, and TMA fills these up.
         few = not right and gives_at_most(call, 1)
@@ -348,6 +363,15 @@ def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
         full = lengths[0] / (-(-lengths[0] // _ROWS_OF_THREE) * _ROWS_OF_THREE)
         return _ALONE_AHEAD if full < _LEAST_FULL else _ALONE if few else None
     return _ALONE if few or dropout else None
+
+
+def _most_of_odd_tiles(widest: int, right: bool) -> int:
+    """Queries and keys up to which a sequence with an odd number of tiles has tiles of one consumer."""
+    if widest <= 64:
+        return 5 * _ROWS_OF_ONE
+    if widest <= 96:
+        return HALF_MIDDLE_CAUSAL if right else 5 * _ROWS_OF_ONE
+    return 5 * _ROWS_OF_ONE if right else 160
 
 
 def _fill_tiles(*head_dims: int) -> bool:
