@@ -174,7 +174,8 @@ SHORT, SHORT_CAUSAL = 256, 2048
 #: and 128 keys, causal: heads of 64, 16 of them, 32 × 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9
 #: and 62.2; of 128, 16 × 512 45.5 and 49.4, 8 × 1,024 67.7 and 69.1, 1 × 2,048 60.9 and 59.4. Without a mask, of 128,
 #: 32 × 256 38.1 and 39.1; but of 64, 64 × 256 53.9 and 53.2, and of 80 and 96, 32 × 512, 104.8 and 92.8, 115 and 99.5.
-#: Causal, of 80 and 96, 16 heads (an H200): 83 × 197 62.2 and 73.1, 66.4 and 78.5; 28 × 577 87.6 and 92.8, 93.4 and 100.
+#: Causal, of 80 and 96, 16 heads (an H200): 83 × 197 62.2 and 73.1, 66.4 and 78.5; 28 × 577 87.6 and 92.8, 93.4 and
+#: 100.
 _HALF_KEYS = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
 )
@@ -227,10 +228,10 @@ _SINGLE = HopperConfig(
 )
 
 #: Where the queries of a sequence fit its tile, with heads of any width (wider than 128: one consumer of their row). µs
-#: of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16 111 and 58;
-#: 4 heads of 256, of 64 41.4 and 37.6, of 16 109 and 60, with dropout 170 and 73; packed, 8 heads of 64, of 64 47.8 and
-#: 33.4 (`_ALONE`: 35.0), of 16 155 and 87. 16 × 64 queries over 8,192 cached rows, pages of 16, 32 / 8 heads of 128, 360
-#: and 221.
+#: of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16 111 and
+#: 58; 4 heads of 256, of 64 41.4 and 37.6, of 16 109 and 60, with dropout 170 and 73; packed, 8 heads of 64, of 64 47.8
+#: and 33.4 (`_ALONE`: 35.0), of 16 155 and 87. 16 × 64 queries over 8,192 cached rows, pages of 16, 32 / 8 heads of
+#: 128, 360 and 221.
 #:
 #: Where sequences have an odd number of such tiles (`_most_of_odd_tiles`), of which the second of two consumers would
 #: not have the last. 16 heads of 80, sequences of 144 83.8 and 72.3, causal 74.4 and 58.2, of 257 102 and 94.8, causal
