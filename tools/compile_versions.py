@@ -26,6 +26,7 @@ from support.attention.hopper_forms import (
     BACKWARD_FUNCTION_FORMS,
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
+    CAPTURED_GRADIENT_FORMS,
     FEATURE_FORMS,
     FLOAT32_BACKWARD_FORMS,
     FLOAT32_FORWARD_FORMS,
@@ -80,6 +81,8 @@ def main() -> int:
             problems += report(f"backward {name} {kernel}", of.source(kernel), name in SERIALISED)
     for name, of in BIAS_GRADIENT_FORMS.items():
         problems += report(f"gradient of a bias {name}", of.source("bias"))
+    for name, of in CAPTURED_GRADIENT_FORMS.items():
+        problems += report(f"gradients of what a function reads {name}", of.source("captured"))
     for name, call in WIDE_BACKWARD_FORMS.items():
         for kernel, source in apart_backward_sources(call).items():
             problems += report(f"wide backward {name} {kernel}", source)

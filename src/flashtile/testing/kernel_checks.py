@@ -117,10 +117,10 @@ def _cases(backend: str) -> list[AttentionCase]:
     """Mixes of the widths of heads, and kernels that only some calls have."""
     even = [replace(_CAUSAL, head_dim=d, head_dim_v=e) for d, e in _EVEN_WIDTHS]
     if backend == "hopper":
-        # A kernel of its own for the gradient of a bias that scores share, and one that stores it where they do not.
+        # Kernels of their own for the gradient of a bias that scores share and of what a score function reads, and one
+        # that stores that of a bias that they do not share.
         wide = replace(_CAUSAL, seq_k=208, head_dim=128, head_dim_v=128)
-        changed = replace(wide, score_mod=True, constant=("score_mod",))
-        return [*even, replace(wide, bias="1hqk"), replace(wide, bias="bhqk"), changed]
+        return [*even, replace(wide, bias="1hqk"), replace(wide, bias="bhqk"), replace(wide, score_mod=True)]
     packed = replace(_CAUSAL, lengths_q=(70, 0, 5), lengths_k=(90, 33, 5))
     return [
         *even,

@@ -449,7 +449,8 @@ _GROUPS: dict[str, _Calls] = {
         [
             _case(d, heads=4, heads_kv=2, seq_k=515, **arguments)
             for d, arguments in turns((64, 128, 256), ({}, {"causal": True}, _IN_ORDER), 2)
-        ],
+        ]
+        + [_case(64, heads=4, heads_kv=2, seq_k=515, causal=True, score_mod=True)],
         {"_LONG_WALK": 256, "WALK_BEYOND_CACHE": 512},
     ),
     # The first queries see no key, so dq is summed.

@@ -18,8 +18,8 @@ from flashtile.testing import AttentionCase, Size, assert_close, assert_same, ch
 from support.attention import left_out_tiles
 from support.attention.attention_cases import (
     COMBINED,
-    CONSTANT_SCORE_MOD_PAIRS,
     EDGES,
+    SCORE_MOD_PAIRS,
     changed,
     check_again,
     check_forward,
@@ -155,7 +155,7 @@ def _kinds(changes: list[dict[str, Any]], times: int, **more: Any) -> list[Atten
 def _pairs() -> list[AttentionCase]:
     """In sizes of several tiles."""
     cases = []
-    for number, case in enumerate((COMBINED | score_mod_combined() | CONSTANT_SCORE_MOD_PAIRS).values()):
+    for number, case in enumerate((COMBINED | score_mod_combined() | SCORE_MOD_PAIRS).values()):
         here: dict[str, Any] = {
             "key_lengths": (600, 17, 0)[: case.batch], "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520),
             "block_mask": (128, 128),

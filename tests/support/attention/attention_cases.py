@@ -129,12 +129,6 @@ def _score_mod_pairs() -> dict[str, AttentionCase]:
 
 SCORE_MOD_PAIRS = _score_mod_pairs()
 
-#: The same where the tensor that the function reads has no gradient, as the backward of the Hopper kernels has it.
-CONSTANT_SCORE_MOD_PAIRS = {
-    name.replace("score_mod", "constant score_mod"): replace(case, constant=("score_mod",))
-    for name, case in SCORE_MOD_PAIRS.items()
-}
-
 
 def score_mod_combined() -> dict[str, AttentionCase]:
     """A score function with every other feature, three of them at once: as `combined`, for tests that take long."""
