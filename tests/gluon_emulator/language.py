@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -312,10 +313,16 @@ def _copy_to_shared(place: Shared, pointer: Value, mask: Any = True) -> None:
 
 
 def _inline_asm(asm: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
+    function, found = _instruction(asm)
+    return function(found, dtype, *args)
+
+
+@functools.cache
+def _instruction(asm: str) -> tuple[Callable, re.Match]:
     for pattern, function in _INSTRUCTIONS.items():
         found = re.search(pattern, asm)
         if found:
-            return function(found, dtype, *args)
+            return function, found
     raise NotImplementedError(f"what does this instruction do? {asm}")
 
 

@@ -178,6 +178,7 @@ class Crew:
     def threads(self) -> int:
         return 32 * self.warps
 
+    @torch.inference_mode()  # views take less time
     def _run(self) -> None:
         self.baton.acquire()
         _here.crew = self
@@ -324,6 +325,7 @@ class Machine:
         self._steps = 0
         self._finished = threading.Event()
 
+    @torch.inference_mode()
     def run(self, programs: int, warps: int, body: Callable[[], None]) -> None:
         self.programs, self._body, self._warps = programs, body, warps
         self._begun = 0

@@ -7,6 +7,7 @@ take several times as long.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
     """An element type; `held_as`: the type of the tensors here, which for uint32 is a wider one."""
 
@@ -24,11 +25,11 @@ class DType:
     held_as: torch.dtype
     primitive_bitwidth: int
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         return self.primitive_bitwidth // 8
 
-    @property
+    @functools.cached_property
     def is_floating(self) -> bool:
         return self.held_as.is_floating_point
 
@@ -84,16 +85,23 @@ _OF_NUMBERS = {
 }  # fmt: skip
 
 
-def _operator(function: Any, **how: Any) -> tuple[Any, Any]:
+def _operator(function: Any, gives: DType | None = None, real: bool = False) -> tuple[Any, Any]:
     """`function` (`binary`) as an operator, and the one whose right operand is the value: `a < b` is `b > a`."""
-    return (
-        lambda value, other: binary(function, value, other, **how),
-        lambda value, other: binary(function, other, value, **how),
-    )
+    of_numbers = None if real else _OF_NUMBERS[function]
+
+    def apply(value: Value, other: Any) -> Value:
+        number, dtype = value._data, value.dtype
+        if type(number) is int and type(other) is int and of_numbers and type(dtype) is DType:  # most operations
+            return Value(_in_range(of_numbers(number, other), gives or dtype), gives or dtype)
+        return binary(function, value, other, gives, real)
+
+    return apply, lambda value, other: binary(function, other, value, gives, real)
 
 
 class Value:
     """A number or tensor of a program. `layout`: who holds what, as far as kernels ask for it."""
+
+    __slots__ = ("_data", "_layout", "dtype")
 
     def __init__(self, data: Tensor | int, dtype: Any, layout: Any = None) -> None:
         self._data, self.dtype, self._layout = data, dtype, layout
@@ -173,14 +181,14 @@ def as_value(number: Any, dtype: DType | None = None) -> Value:
     if dtype is None:
         whole = int32 if -(2**31) <= number < 2**31 else int64
         dtype = int1 if isinstance(number, bool) else whole if isinstance(number, int) else float32
-    if isinstance(number, int):
-        return Value(_tensor_of(number, dtype.held_as) if dtype.is_floating else _in_range(number, dtype), dtype)
-    return Value(torch.tensor(number, dtype=dtype.held_as), dtype)
+    if isinstance(number, int) and not dtype.is_floating:
+        return Value(_in_range(number, dtype), dtype)
+    return Value(_tensor_of(number, dtype.held_as, math.copysign(1, number)), dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_of(number: int, dtype: torch.dtype) -> Tensor:
-    """The same tensor for the same number: nothing writes to a value. (0.0 and -0.0 would be one.)"""
+def _tensor_of(number: float, dtype: torch.dtype, sign: float = 1.0) -> Tensor:
+    """The same tensor for the same number: nothing writes to a value. `sign`: 0.0 and -0.0 are two."""
     return torch.tensor(number, dtype=dtype)
 
 
@@ -190,6 +198,8 @@ def _wrapped(data: Tensor, dtype: Any) -> Tensor:
 
 def _in_range(number: int, dtype: DType) -> int:
     """What is left of a number in the bits of a type."""
+    if -(2**31) <= number < 2**31 and (dtype is int32 or dtype is int64):
+        return number
     if dtype is int1:
         return bool(number)
     count = 1 << dtype.primitive_bitwidth
@@ -233,8 +243,8 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
     if real and not dtype.is_floating:
         dtype = float32
     if not dtype.is_floating:
-        first, second = (a if left is None else a.number), (b if right is None else b.number)
-        if first is not None and second is not None:
+        first, second = (a if left is None else a._data), (b if right is None else b._data)
+        if isinstance(first, int) and isinstance(second, int):
             result = _OF_NUMBERS[function](first, second)
             return Value(_in_range(result, gives or dtype), gives or dtype)
     left_data = a.data if left is dtype else as_value(a, dtype).data
@@ -245,11 +255,10 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
 
 def blockmask_layout(*operands: Any) -> Any:
     """The layout of the first operand with the most dimensions."""
-    layout, most = None, -1
-    for each in operands:
-        if isinstance(each, Value) and each._layout is not None and each.data.dim() > most:
-            layout, most = each._layout, each.data.dim()
-    return layout
+    values = [each for each in operands if isinstance(each, Value) and each._layout is not None]
+    if len(values) > 1:
+        return max(values, key=lambda value: value.data.dim())._layout
+    return values[0]._layout if values else None
 
 
 class InFlight(Value):
