@@ -162,6 +162,7 @@ class Shared:
             dtype,
             layout,
         )
+        self._slots: dict[int, Shared] = {}
 
     @functools.cached_property
     def unfenced(self) -> Tensor:
@@ -191,8 +192,10 @@ class Shared:
 
     def index(self, place: Any) -> Shared:
         place = int(place)
-        assert 0 <= place < self.data.shape[0], "outside of what was allocated"
-        return self._viewed(lambda data: data[place], self.layout)
+        if place not in self._slots:
+            assert 0 <= place < self.data.shape[0], "outside of what was allocated"
+            self._slots[place] = self._viewed(lambda data: data[place], self.layout)
+        return self._slots[place]
 
     def slice(self, first: int, count: int, dim: int = 0) -> Shared:
         return self._viewed(lambda data: data.narrow(dim, first, count), self.layout)

@@ -90,9 +90,10 @@ def _operator(function: Any, gives: DType | None = None, real: bool = False) -> 
     of_numbers = None if real else _OF_NUMBERS[function]
 
     def apply(value: Value, other: Any) -> Value:
-        number, dtype = value._data, value.dtype
-        if type(number) is int and type(other) is int and of_numbers and type(dtype) is DType:  # most operations
-            return Value(_in_range(of_numbers(number, other), gives or dtype), gives or dtype)
+        first, dtype = value._data, value.dtype
+        second = other._data if isinstance(other, Value) and other.dtype is dtype else other
+        if type(first) is int and isinstance(second, int) and of_numbers and type(dtype) is DType:  # most operations
+            return Value(_in_range(of_numbers(first, second), gives or dtype), gives or dtype)
         return binary(function, value, other, gives, real)
 
     return apply, lambda value, other: binary(function, other, value, gives, real)
@@ -256,9 +257,9 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
 def blockmask_layout(*operands: Any) -> Any:
     """The layout of the first operand with the most dimensions."""
     values = [each for each in operands if isinstance(each, Value) and each._layout is not None]
-    if len(values) > 1:
-        return max(values, key=lambda value: value.data.dim())._layout
-    return values[0]._layout if values else None
+    if not values or all(value._layout is values[0]._layout for value in values):
+        return values[0]._layout if values else None
+    return max(values, key=lambda value: value.data.dim())._layout
 
 
 class InFlight(Value):
