@@ -14,6 +14,16 @@ import torch
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.gpu.score_source import reads_by_key, tile_values
 from flashtile.ops.attention.gpu.tile_tables import Row, first_row
+from flashtile.ops.attention.hopper.few_tiles import (
+    MIDDLE_CAUSAL,
+    ROWS_OF_THREE,
+    fit_one_tile,
+    gives_at_most,
+    leave_one_idle,
+    lengths,
+    one_consumer_pays,
+    short_tiles_pay,
+)
 from flashtile.ops.attention.spec import FP8
 
 #: Widest head of q and k, and of v, and of 8-bit inputs.
@@ -181,8 +191,8 @@ _HALF_KEYS = HopperConfig(
 )
 
 #: Numbers of queries and keys up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with
-#: heads of 97 to 128, without a mask and under a causal one; and with heads of 65 to 96, causal.
-HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL, HALF_MIDDLE_CAUSAL = 512, 512, 1024, 640
+#: heads of 97 to 128, without a mask and under a causal one. Heads of 65 to 96, causal: `MIDDLE_CAUSAL`.
+HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
 #: Queries and keys up to which tiles have one consumer, with heads of 32 and 64: causal, beyond `SHORT`; without a mask
 #: if tiles of three consumers would be less full than this.
@@ -233,7 +243,7 @@ _SINGLE = HopperConfig(
 #: and 33.4 (`_ALONE`: 35.0), of 16 155 and 87. 16 × 64 queries over 8,192 cached rows, pages of 16, 32 / 8 heads of
 #: 128, 360 and 221.
 #:
-#: Where sequences have an odd number of such tiles (`_most_of_odd_tiles`), of which the second of two consumers would
+#: Where sequences have an odd number of such tiles (`leave_one_idle`), of which the second of two consumers would
 #: not have the last. 16 heads of 80, sequences of 144 83.8 and 72.3, causal 74.4 and 58.2, of 257 102 and 94.8, causal
 #: 80.5 and 67.6; of 64, 160 61.1 and 59.0, causal 60.0 and 47.0, 257 91.8 and 82.4; of 128, 144 95.4 and 86.9, causal
 #: 86.1 and 77.6, 257 causal 91.7 and 84.5, but full 111 and 124. With an even number, of 80, 197 78.4 and 84.4, causal
@@ -292,7 +302,7 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
-    if bare or (_fit_one_tile(call) and not blocks and dtype is not FP8):
+    if bare or (fit_one_tile(call) and not blocks and dtype is not FP8):
         row = _single_consumer(row, call) or row
     if blocks:
         row = _within_tile(row, call.block_tile, widest)
@@ -304,21 +314,10 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
     return row
 
 
-def _lengths(call: Call) -> tuple[int, int]:
-    """Queries and keys of the longest sequence."""
-    max_seqlen_q, max_seqlen_k = call.max_seqlens
-    return max_seqlen_q, max_seqlen_k or max_seqlen_q
-
-
-def _fit_one_tile(call: Call) -> bool:
-    """Whether the queries of each sequence fit a tile of one consumer: another one would have nothing to do."""
-    return _lengths(call)[0] <= _ROWS_OF_ONE
-
-
 def _has_half_keys(call: Call) -> bool:
     """Whether `_HALF_KEYS` serves a plain call."""
-    spec, lengths, widest = call.spec, _lengths(call), max(call.head_dims)
-    right, (longest, keys) = spec.window_right is not None, (max(lengths), lengths[1])
+    spec, both, widest = call.spec, lengths(call), max(call.head_dims)
+    right, longest, keys = spec.window_right is not None, max(both), both[1]
     if spec.window_left is not None:
         if spec.window_right is None or widest > 128:
             return False
@@ -329,23 +328,24 @@ def _has_half_keys(call: Call) -> bool:
     if not right and widest <= 128 and keys <= HALF_ODD and -(-keys // _HALF_KEYS.block_n) % 2:
         return True
     if widest <= 96:
-        return right and longest <= HALF_MIDDLE_CAUSAL
+        return right and longest <= MIDDLE_CAUSAL
     return widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 
 def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
     """The row of one consumer that serves instead of `row`; None where none does."""
     head_dim, head_dim_v = call.head_dims
-    widest, lengths, dropout = max(head_dim, head_dim_v), _lengths(call), call.spec.dropout_p > 0
+    widest, (queries, keys), dropout = max(head_dim, head_dim_v), lengths(call), call.spec.dropout_p > 0
+    longest = max(queries, keys)
     left, right = call.spec.window_left is not None, call.spec.window_right is not None
-    one_tile = _fit_one_tile(call)
+    one_tile = fit_one_tile(call)
     few = one_tile or one_consumer_pays(call)
     if widest > 128:
         short = right and not (left or dropout) and short_tiles_pay(call)
         return row._replace(consumers=1, in_turn=False) if (few or short) and widest <= _MAX_PART else None
-    odd = not left and -(-lengths[0] // _ROWS_OF_ONE) % 2 and max(lengths) <= _most_of_odd_tiles(widest, right)
+    odd = leave_one_idle(call)
     if widest > 64 or (one_tile and not left):
-        short = dropout and widest > 96 and max(lengths) <= SHORT
+        short = dropout and widest > 96 and longest <= SHORT
         return _SHORT_SINGLE if few or short or odd else None
     if left:
         return None
@@ -354,25 +354,16 @@ def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
     if not _fill_tiles(head_dim, head_dim_v):
         # Its tiles of queries are more, so that keys are loaded more often, and TMA fills these up.
         few = not right and gives_at_most(call, 1)
-    elif not right and lengths[1] <= SHORT:
+    elif not right and keys <= SHORT:
         few = True
-    elif not right and lengths[0] <= SHORT:
+    elif not right and queries <= SHORT:
         few = gives_at_most(call, 2)  # else two consumers, whose tiles these fill
     elif right:
-        few = few or SHORT < max(lengths) <= ALONE_CAUSAL
-    elif max(lengths) <= ALONE_FULL and not dropout:
-        full = lengths[0] / (-(-lengths[0] // _ROWS_OF_THREE) * _ROWS_OF_THREE)
+        few = few or SHORT < longest <= ALONE_CAUSAL
+    elif longest <= ALONE_FULL and not dropout:
+        full = queries / (-(-queries // ROWS_OF_THREE) * ROWS_OF_THREE)
         return _ALONE_AHEAD if full < _LEAST_FULL else _ALONE if few else None
     return _ALONE if few or dropout else None
-
-
-def _most_of_odd_tiles(widest: int, right: bool) -> int:
-    """Queries and keys up to which a sequence with an odd number of tiles has tiles of one consumer."""
-    if widest <= 64:
-        return 5 * _ROWS_OF_ONE
-    if widest <= 96:
-        return HALF_MIDDLE_CAUSAL if right else 5 * _ROWS_OF_ONE
-    return 5 * _ROWS_OF_ONE if right else 160
 
 
 def _fill_tiles(*head_dims: int) -> bool:
@@ -475,55 +466,3 @@ def _shared_memory(
         read += dtype.itemsize * config.block_m * config.block_n * config.stages
     overhead = OVERHEAD + _OVERHEAD_OF_A_THIRD * max(0, config.consumers - 2)
     return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead
-
-
-#: Query rows of a tile of one consumer, and of three, the row of long calls with heads of up to 64 columns.
-_ROWS_OF_ONE, _ROWS_OF_THREE = 64, 3 * 64
-
-#: The time of a tile of two programs that share a multiprocessor, and of one that has it for itself, where a tile of
-#: three consumers takes 1. Heads of 64 without a mask, time of three consumers over that of one (an H100): 20 heads,
-#: 1,500 tokens 1.19, two of these sequences 0.92; 12 heads, 0.86; 8 heads, 4,096 tokens 1.18, 12 heads 0.81.
-_OF_A_PAIR, _OF_ONE = 0.83, 0.5
-
-#: How many such tiles a multiprocessor may get under a causal mask: heads of 64, 1,024 tokens, 4, 12 and 32 heads (0.5,
-#: 1.5 and 3.9 tiles) 1.28, 1.17 and 0.99; 8,192 tokens, 4 heads (3.9) 1.32; 4,096 tokens, 12 heads (5.8) 0.79. Of 128,
-#: 1,024 tokens, 8 and 16 heads (1 and 1.9) 1.26 and 1.13, 2,048 tokens, 16 heads (3.9) 1.00.
-_CAUSAL_NARROW, _CAUSAL_WIDE = 4, 2
-
-
-def query_tiles(call: Call, queries: int) -> int:
-    """Tiles of so many queries in all heads."""
-    return call.lines * call.tiles(call.rows_q, queries)
-
-
-def gives_at_most(call: Call, most: int) -> bool:
-    """Whether no multiprocessor gets more than so many tiles of one consumer."""
-    return query_tiles(call, _ROWS_OF_ONE) <= most * call.multiprocessors
-
-
-def one_consumer_pays(call: Call) -> bool:
-    """Whether tiles of one consumer take less time than those of the row of a long call."""
-    widest = max(call.head_dims)
-    if widest <= 128 and call.spec.window_right is not None and call.spec.window_left is None:
-        # A mask hides keys on the right alone, so tiles are short and long.
-        return gives_at_most(call, _CAUSAL_NARROW if widest <= 64 else _CAUSAL_WIDE)
-    if widest > 64:
-        # Heads of 128, 8 heads, 1,024 tokens (one tile) 1.27, 16 heads (two) 1.08, 2,048 tokens (four) 0.94. Of 160,
-        # 192 and 256, one tile: 1.23 to 1.51.
-        return gives_at_most(call, 1)
-    pairs, others = divmod(query_tiles(call, _ROWS_OF_ONE), 2 * call.multiprocessors)
-    time = pairs * _OF_A_PAIR
-    if others:
-        time += _OF_ONE if others <= call.multiprocessors else _OF_A_PAIR
-    return time < -(-query_tiles(call, _ROWS_OF_THREE) // call.multiprocessors)
-
-
-def short_tiles_pay(call: Call) -> bool:
-    """Whether tiles of one consumer take less time under a causal mask than those of two, with heads of 193 to 256
-    columns, however many there are: fewer of a tile's scores are hidden.
-
-    Microseconds on an H100, two consumers and one, 16,384 tokens: 8 heads of 256, in sequences of 128 96.5 and
-    93.9, of 256 102.9 and 95.5, of 384 106.5 and 99.5, of 512 107.6 and 104.2, of 768 114.1 and 129.3; heads of 224, of
-    256 91.7 and 87.8, of 333 93.7 and 95.2, of 512 97.3 and 101.1; 10 heads of 192, of 256 91.7 and 90.3."""
-    widest = max(call.head_dims)
-    return 192 < widest and max(_lengths(call)) <= (512 if widest > 224 else 256)

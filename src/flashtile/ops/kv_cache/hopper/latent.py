@@ -90,7 +90,7 @@ from flashtile.ops.kv_cache.hopper.latent_producers import (
     chunk_slot,
     copy_group,
     finish_copies,
-    key_places,
+    key_groups,
     make_factors,
     make_words,
     produce,
@@ -260,8 +260,8 @@ def latent_attention_kernel(
     dtype: gl.constexpr = q_desc.dtype
     work = tile_work(sequences, length, problem, config)
     rows = CachedRows(cache_ptr, cache_strides, descales.k, factor_strides)
-    PLACES: gl.constexpr = key_places(WIDENS)[0]
-    TOGETHER: gl.constexpr = key_places(WIDENS)[1]
+    GROUPS: gl.constexpr = key_groups(WIDENS)
+    TOGETHER: gl.constexpr = GROUP if WIDENS else 1
     copied = None
     if WIDENS:
         factors = make_factors() if factor_strides.row is not None else None
@@ -270,9 +270,9 @@ def latent_attention_kernel(
         q=gl.allocate_shared_memory(dtype, [CHUNKS, M, CHUNK], matrix_layout(CHUNK)),
         q_full=barriers(1, 1) if WIDENS else None,
         copied=copied,
-        keys=gl.allocate_shared_memory(dtype, [PLACES, N, CHUNK], matrix_layout(CHUNK)),
-        full=barriers(PLACES // TOGETHER, WARPGROUP if WIDENS else 1),
-        empty=barriers(PLACES // TOGETHER, TOGETHER * WARPGROUP),
+        keys=gl.allocate_shared_memory(dtype, [GROUPS * TOGETHER, N, CHUNK], matrix_layout(CHUNK)),
+        full=barriers(GROUPS, WARPGROUP if WIDENS else 1),
+        empty=barriers(GROUPS, TOGETHER * WARPGROUP),
         exchange=Exchange(
             weights=gl.allocate_shared_memory(dtype, [M, N], matrix_layout(N)),
             numbers=gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -436,7 +436,7 @@ def score(shared, lse_ptr, rows, sequences, descales, work, problem, config):
             copy_group(tile, group, 0, shared.copied)
         mbarrier.wait(shared.q_full.index(0), 0)
     for index in range(work.tiles):
-        s, tile = tile_scores(shared, index, chunks_read, tile, pages, rows, work, config)
+        s, tile = tile_scores(shared, index, chunks_read, tile, pages, rows, work, config=config)
         chunks_read += CHUNKS
         if config.DEFERRED > 0:
             release(exchange.scored.index(0))
@@ -600,10 +600,10 @@ def add_values(total, p, shared, index, WHICH: gl.constexpr, config):
     FIRST: gl.constexpr = SUM_CHUNKS - config.DEFERRED
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
     p = gl.convert_layout(p, operand, assert_trivial=True)
-    sums = add_chunks(total, p, shared, index, 0, FIRST, WHICH, config)
+    sums = add_chunks(total, p, shared, index, 0, FIRST, WHICH, config=config)
     if config.DEFERRED > 0:
         mbarrier.wait(shared.exchange.scored.index(0), (index + 1) & 1)
-        sums = sums + add_chunks(total, p, shared, index, FIRST, config.DEFERRED, WHICH, config)
+        sums = sums + add_chunks(total, p, shared, index, FIRST, config.DEFERRED, WHICH, config=config)
     return sums
 
 

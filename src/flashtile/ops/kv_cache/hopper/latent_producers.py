@@ -29,9 +29,9 @@ COPIED = gl.constexpr(3)
 
 
 @gluon.constexpr_function
-def key_places(widens):
-    """Places on chip for chunks of keys in 16 bits, and how many of them have barriers in common."""
-    return (WIDENED * GROUP, GROUP) if widens else (STAGES * CHUNKS, 1)
+def key_groups(widens):
+    """Groups of chunks of keys on chip in 16 bits, which have barriers in common: single chunks if none are widened."""
+    return WIDENED if widens else STAGES * CHUNKS
 
 
 @gluon.jit
