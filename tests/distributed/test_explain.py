@@ -58,7 +58,7 @@ def test_functions_and_block_masks():
     changed = explain_context_parallel(
         *_shards(256), ranks=4, score_mod=lambda score, b, h, q, k: score + table[h] * (q - k), device="sm_90"
     )
-    assert _names(changed.kernels) == ["hopper forward", "triton dq", "triton dkdv"]
+    assert _names(changed.kernels) == ["hopper forward", "hopper backward", "hopper dcaptured"]
 
 
 def _names(found: flashtile.Explanation) -> list[str]:
