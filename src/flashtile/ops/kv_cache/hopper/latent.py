@@ -283,13 +283,13 @@ def latent_attention_kernel(
     )
     out = output_block(out_ptr, work, problem, config)
     fence_async_shared()
-    of_all = Descales(None, None)
+    common_factors = Descales(None, None)
     if factor_strides.row is None:
-        of_all = descales
+        common_factors = descales
     PRODUCERS: gl.constexpr = 4 if WIDENS else 1
     gl.warp_specialize(
         [
-            (score, (shared, lse_ptr, rows, sequences, of_all, work, problem, config)),
+            (score, (shared, lse_ptr, rows, sequences, common_factors, work, problem, config)),
             (sum_values, (0, shared, work.tiles, out, config)),
             (sum_values, (1, shared, work.tiles, out, config)),
             (produce, (q_desc, cache_desc, shared, sequences, work, problem, config)),
