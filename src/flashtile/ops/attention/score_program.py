@@ -110,7 +110,7 @@ class ScoreProgram(NamedTuple):
     def early_loads(self) -> tuple[str, ...]:
         """The names of the reads that do not depend on the score."""
         inputs = self.value_inputs
-        return tuple(name for name, _ in self.loads if inputs[name].isdisjoint((INPUTS[0], UPSTREAM)))
+        return tuple(name for name, _ in self.loads if inputs[name].isdisjoint((_SCORE, UPSTREAM)))
 
     def needed_for(self, values: Iterable[str]) -> set[str]:
         """These values, and all that they are computed from."""

@@ -131,39 +131,8 @@ def attention_bias_gradient_kernel(
     (`work`, a `reductions.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two; one if
     `_leaves_out`. `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
-    config = KernelConfig(
-        KEYS=KEYS,
-        M=M,
-        PARTS=1,
-        SUM_COLUMNS=0,
-        DSCORE_STAGES=0,
-        KEY_STAGES=KEY_STAGES,
-        PERSISTENT=False,
-        ORDERED=False,
-        REVERSES_LINES=False,
-        PACKED=PACKED,
-        HAS_LEFT=constants.HAS_LEFT,
-        HAS_RIGHT=constants.HAS_RIGHT,
-        TOP_LEFT=TOP_LEFT,
-        MASKS=loops.MASKS,
-        MASKS_LAST=False,
-        REVERSES_WALKS=False,
-        SHARES_PROGRESS=False,
-        ROTATES_WALKS=False,
-        SINGLE_KEY_TILE=False,
-        WHOLE_LINES=False,
-        STATISTICS_MULTIPLIED=False,
-        SUMS_BY_TMA=False,
-        TILE_Q=constants.TILE_Q,
-        TILE_K=constants.TILE_K,
-        KEY_LENGTHS=problem.side.key_lengths is not None,
-        BIAS_COLUMN=constants.BIAS_COLUMN,
-        MASK_COLUMN=constants.MASK_COLUMN,
-        SCORE_FUNCTION=problem.score_change.SCORE_FUNCTION,
-        SCORE_READS=problem.score_change.SCORE_READS,
-        FUNCTION_DERIVATIVE=False,
-        DERIVATIVES=False,
-        DERIVATIVES_APART=False,
+    config = recomputing_config(
+        problem, constants, loops, KEYS, M, KEY_STAGES, PERSISTENT=False, PACKED=PACKED, TOP_LEFT=TOP_LEFT
     )
     descriptors = Descriptors(
         q=Chunks(q_desc, q_tail_desc),
@@ -232,6 +201,48 @@ def attention_bias_gradient_kernel(
             [1],
             [PRODUCER_REGISTERS],
         )
+
+
+@gluon.jit
+def recomputing_config(
+    problem, constants, loops, KEYS: gl.constexpr, M: gl.constexpr, KEY_STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
+    PACKED: gl.constexpr, TOP_LEFT: gl.constexpr,
+):  # fmt: skip
+    """The configuration of a kernel that computes the scores' gradients once more, but no dq, dk and dv."""
+    return KernelConfig(
+        KEYS=KEYS,
+        M=M,
+        PARTS=1,
+        SUM_COLUMNS=0,
+        DSCORE_STAGES=0,
+        KEY_STAGES=KEY_STAGES,
+        PERSISTENT=PERSISTENT,
+        ORDERED=False,
+        REVERSES_LINES=False,
+        PACKED=PACKED,
+        HAS_LEFT=constants.HAS_LEFT,
+        HAS_RIGHT=constants.HAS_RIGHT,
+        TOP_LEFT=TOP_LEFT,
+        MASKS=loops.MASKS,
+        MASKS_LAST=False,
+        REVERSES_WALKS=loops.REVERSES_WALKS,
+        SHARES_PROGRESS=False,
+        ROTATES_WALKS=loops.ROTATES_WALKS,
+        SINGLE_KEY_TILE=False,
+        WHOLE_LINES=False,
+        STATISTICS_MULTIPLIED=False,
+        SUMS_BY_TMA=False,
+        TILE_Q=constants.TILE_Q,
+        TILE_K=constants.TILE_K,
+        KEY_LENGTHS=problem.side.key_lengths is not None,
+        BIAS_COLUMN=constants.BIAS_COLUMN,
+        MASK_COLUMN=constants.MASK_COLUMN,
+        SCORE_FUNCTION=problem.score_change.SCORE_FUNCTION,
+        SCORE_READS=problem.score_change.SCORE_READS,
+        FUNCTION_DERIVATIVE=False,
+        DERIVATIVES=False,
+        DERIVATIVES_APART=False,
+    )
 
 
 @gluon.constexpr_function

@@ -32,14 +32,13 @@ from flashtile.ops.attention.hopper.backward_configs import captured_gradient_co
 from flashtile.ops.attention.hopper.backward_loads import BUFFERS, moved_tensors, produce
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
 from flashtile.ops.attention.hopper.backward_tiles import (
-    KernelConfig,
     Problem,
     key_tile_step,
     receive_key_tile,
     tile_work,
     visited_tile,
 )
-from flashtile.ops.attention.hopper.bias_gradient import recompute_gradients
+from flashtile.ops.attention.hopper.bias_gradient import recompute_gradients, recomputing_config
 from flashtile.ops.attention.hopper.modifiers import (
     BlockLists,
     MovedBias,
@@ -65,39 +64,8 @@ def attention_captured_gradient_kernel(
     those that are not wanted. `ADD_GRADIENTS`: the function that does."""
     TILES: gl.constexpr = KEYS // ROWS
     READERS: gl.constexpr = _CONSUMERS // TILES
-    config = KernelConfig(
-        KEYS=KEYS,
-        M=M,
-        PARTS=1,
-        SUM_COLUMNS=0,
-        DSCORE_STAGES=0,
-        KEY_STAGES=KEY_STAGES,
-        PERSISTENT=True,
-        ORDERED=False,
-        REVERSES_LINES=False,
-        PACKED=PACKED,
-        HAS_LEFT=constants.HAS_LEFT,
-        HAS_RIGHT=constants.HAS_RIGHT,
-        TOP_LEFT=TOP_LEFT,
-        MASKS=loops.MASKS,
-        MASKS_LAST=False,
-        REVERSES_WALKS=loops.REVERSES_WALKS,
-        SHARES_PROGRESS=False,
-        ROTATES_WALKS=loops.ROTATES_WALKS,
-        SINGLE_KEY_TILE=False,
-        WHOLE_LINES=False,
-        STATISTICS_MULTIPLIED=False,
-        SUMS_BY_TMA=False,
-        TILE_Q=constants.TILE_Q,
-        TILE_K=constants.TILE_K,
-        KEY_LENGTHS=problem.side.key_lengths is not None,
-        BIAS_COLUMN=constants.BIAS_COLUMN,
-        MASK_COLUMN=constants.MASK_COLUMN,
-        SCORE_FUNCTION=problem.score_change.SCORE_FUNCTION,
-        SCORE_READS=problem.score_change.SCORE_READS,
-        FUNCTION_DERIVATIVE=False,
-        DERIVATIVES=False,
-        DERIVATIVES_APART=False,
+    config = recomputing_config(
+        problem, constants, loops, KEYS, M, KEY_STAGES, PERSISTENT=True, PACKED=PACKED, TOP_LEFT=TOP_LEFT
     )
     descriptors = Descriptors(
         q=Chunks(q_desc, q_tail_desc),

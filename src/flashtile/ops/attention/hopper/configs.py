@@ -237,20 +237,20 @@ _SINGLE = HopperConfig(
     consumers=1, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32, resident=2
 )
 
-#: Where the queries of a sequence fit its tile, with heads of any width (wider than 128: one consumer of their row). µs
-#: of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16 111 and
+#: It serves sequences whose queries fit its tile, with heads of any width (wider than 128: one consumer of their row).
+#: µs of two consumers and of this, 16,384 tokens, an H200: 8 heads of 128, sequences of 64 38.5 and 37.2, of 16 111 and
 #: 58; 4 heads of 256, of 64 41.4 and 37.6, of 16 109 and 60, with dropout 170 and 73; packed, 8 heads of 64, of 64 47.8
 #: and 33.4 (`_ALONE`: 35.0), of 16 155 and 87. 16 × 64 queries over 8,192 cached rows, pages of 16, 32 / 8 heads of
 #: 128, 360 and 221.
 #:
-#: Where sequences have an odd number of such tiles (`leave_one_idle`), of which the second of two consumers would
-#: not have the last. 16 heads of 80, sequences of 144 83.8 and 72.3, causal 74.4 and 58.2, of 257 102 and 94.8, causal
+#: It serves sequences with an odd number of such tiles (`leave_one_idle`): the second of two consumers would have none
+#: of the last. 16 heads of 80, sequences of 144 83.8 and 72.3, causal 74.4 and 58.2, of 257 102 and 94.8, causal
 #: 80.5 and 67.6; of 64, 160 61.1 and 59.0, causal 60.0 and 47.0, 257 91.8 and 82.4; of 128, 144 95.4 and 86.9, causal
 #: 86.1 and 77.6, 257 causal 91.7 and 84.5, but full 111 and 124. With an even number, of 80, 197 78.4 and 84.4, causal
 #: 62.2 and 64.0.
 #:
-#: With heads of 65 to 128 also where tiles are few (`one_consumer_pays`), and with dropout in short sequences: 103 × 73
-#: tokens, 4 heads of 128, 1.17 times as fast as two consumers, 64 × 128, 16 heads, 1.07, causal 1.03; but 16 × 512
+#: It serves heads of 65 to 128 also where tiles are few (`one_consumer_pays`), and with dropout in short sequences: 103
+#: × 73 tokens, 4 heads of 128, 1.17 times as fast as two consumers, 64 × 128, 16 heads, 1.07, causal 1.03; but 16 × 512
 #: 1.01, and of 96, 64 × 197, 12 heads, 0.97.
 _SHORT_SINGLE = _SINGLE._replace(stages=2, q_in_registers=True)
 
@@ -302,7 +302,7 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
-    if bare or (fit_one_tile(call) and not blocks and dtype is not FP8):
+    if not (blocks or dtype is FP8) and (fit_one_tile(call) or not tables):
         row = _single_consumer(row, call) or row
     if blocks:
         row = _within_tile(row, call.block_tile, widest)
