@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan, pointers
 from flashtile._backends.launcher import with_absent
 from flashtile._backends.pipeline import Pipeline
@@ -107,7 +108,9 @@ class EmulatedHopper:
 
     def _emulated(self, pipeline: Pipeline) -> Pipeline:
         for name, plan in pipeline.plans.items():
-            if name in _PORTABLE:
+            if name == "combine":
+                plan.launch = functools.partial(self._combine, plan)
+            elif name in _PORTABLE:
                 plan.launch = functools.partial(self._note, plan.source.function.__name__)
             elif plan.programs:
                 plan.launch = functools.partial(self._launch_plan, plan)
@@ -123,6 +126,33 @@ class EmulatedHopper:
 
     def _note(self, name: str, *given: Any) -> None:
         self.launched.append(name)
+
+    def _combine(self, plan: Plan, *given: Any) -> None:
+        """In the place of the portable kernel that puts the parts of splits together (`split_keys.attend`)."""
+        source = plan.source
+        self._note(source.function.__name__)
+        of = dict(zip(source.names, with_absent(source, plan.scalars, given)))
+        types = dict(zip(source.names, source.types))
+
+        def tensor(name: str, *shape: int) -> Tensor:
+            return self._memory.box(of[name], shape, contiguous_strides(shape), BY_SIGNATURE[types[name][1:]])
+
+        rows, heads, seq_q, splits = (of[name] for name in ("rows", "heads", "seq_q", "splits"))
+        width, batch = source.constants["HEAD_DIM_V"], rows // (heads * seq_q)
+        served = torch.ones(seq_q, dtype=torch.bool)
+        if types["most"] != "constexpr":
+            queries = tensor("starts_ptr", of["batch"] + 1).diff()
+            few = torch.repeat_interleave(queries <= of["most"], queries)
+            served[: len(few)] = ~few
+        parts = tensor("parts_ptr", splits, batch, seq_q, heads, width)[:, :, served].float()
+        lse = tensor("parts_lse_ptr", splits, batch, heads, seq_q)[..., served].double()
+        lse *= 1.0 if source.constants["OF_FORWARD"] else math.log(2)
+        total = lse.logsumexp(0)
+        weights = torch.exp(lse - total.clamp(min=-1e30)).transpose(-1, -2)[..., None]
+        out = (parts.masked_fill(weights == 0, 0) * weights).sum(0)
+        written = tensor("out_ptr", batch, seq_q, heads, width)
+        written[:, served] = out.to(written.dtype)
+        tensor("lse_ptr", batch, heads, seq_q)[..., served] = total.float()
 
     def _launch_plan(self, plan: Plan, *given: Any) -> None:
         self._launch(plan.source, plan.programs, *with_absent(plan.source, plan.scalars, given))
@@ -172,7 +202,7 @@ class _EmulatedTensor(TmaTensor):
 
 
 #: The portable kernels of a pipeline, whose language this is not.
-_PORTABLE = ("shares", "dbias", "bias_sum", "combine")
+_PORTABLE = ("shares", "dbias", "bias_sum")
 
 
 class _EmulatedPipeline(Pipeline):
@@ -191,19 +221,7 @@ class _EmulatedPipeline(Pipeline):
                 by_name[name].copy_(by_name[f"{name}_shares"].unflatten(-2, (heads, -1)).sum(-2))
         if "bias_sum" in self.plans:
             by_name["dbias"].copy_(by_name["bias_parts"].sum(0))
-        if "combine" in self.plans:
-            out, lse = _combined(by_name["parts"], by_name["parts_lse"], by_name["out"].dtype)
-            by_name["out"].copy_(out)
-            by_name["lse"].copy_(lse)
         return made
-
-
-def _combined(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """In the place of the portable kernel that puts the parts of splits together (`split_keys.attend`)."""
-    weights = torch.exp2(parts_lse - parts_lse.amax(0).clamp(min=-1e30)).movedim(-2, -1)[..., None]
-    total = weights.sum(0)
-    out = (parts.masked_fill(weights == 0, 0) * weights).sum(0) / total.masked_fill(total == 0, 1)
-    return out.to(dtype), torch.logsumexp(parts_lse * math.log(2), 0)
 
 
 def _bias_gradient(inputs: BackwardInputs, statistics: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:

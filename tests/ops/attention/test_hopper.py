@@ -913,10 +913,11 @@ def test_key_tiles_of_a_consumer(rows, keys, left, right, consumers, keys_of_a_t
     flags = (left is not None, right is not None)
     size = 64 * consumers
     for shift, first in itertools.product({0, keys - rows}, range(0, rows, size)):
-        begin, _, _, end = primitives.key_tile_ranges(first, rows, shift, keys, *band, size, keys_of_a_tile, *flags)
+        loaded = primitives.key_tile_ranges(first, rows, shift, keys, *band, size, keys_of_a_tile, *flags)
+        begin, _, _, end = loaded
         for my_first in range(first, first + size, 64):
             mine = primitives.consumer_key_tiles.fn(
-                first, my_first, rows, shift, keys, *band, size, keys_of_a_tile, *flags, skips
+                loaded, my_first, rows, shift, keys, *band, keys_of_a_tile, *flags, skips
             )
             (my_begin, full_begin, full_end, my_end), before, after = mine
             assert before >= 0 and after >= 0 and my_begin < my_end

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import clear_plans
+from flashtile._backends.launch import pointers
+from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.hopper import cache_launch
+from flashtile.ops.common.split_keys import plan
 from flashtile.ops.common.split_keys.configs import AttendTiles
 from flashtile.ops.common.split_keys.plan import Cut, SplitCall
 from flashtile.ops.kv_cache import operator, reference
 from flashtile.ops.kv_cache.hopper import backend, gather
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch
+from flashtile.testing import assert_close
 from gluon_emulator.hopper import EmulatedHopper
 from support.attention.backend_calls import HOPPER
 from support.attention.gathered import gathered_rows
@@ -103,7 +107,24 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
-    """The portable kernel, which is left the sequences with few queries, is not there: the reference has its rows."""
+    assert _emulated(CASES[name], any_size, splits=1) == ["attention_forward_kernel"]
+
+
+_SPLIT = (
+    "packed", "packed_pages", "pages_of_48", "uniform", "float16", "192", "256", "512", "modifiers", "window",
+    "window_short", "window_both", "window_512", "pages_of_7", "fp8", "tree", "trees", "right",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _SPLIT)
+def test_emulated_in_splits(name: str, any_size: pytest.MonkeyPatch) -> None:
+    """Some of the splits have no keys."""
+    assert _emulated(CASES[name], any_size, splits=4) == ["attention_forward_kernel", "combine_kernel"]
+
+
+def _emulated(case: CacheCase, any_size: pytest.MonkeyPatch, splits: int) -> list[str]:
+    """Checks a case, and returns the kernels that were launched. The portable kernel, which is left the sequences with
+    few queries, is not there: the reference has its rows."""
     emulated = EmulatedHopper(3, seed=1)
     results: list[tuple[Tensor, Tensor]] = []
 
@@ -116,14 +137,15 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
 
     machine = HOPPER._replace(multiprocessors=3)
     any_size.setattr(emulated.modules["cache_launch"], "current_machine", lambda _: machine)
+    any_size.setattr(emulated.modules["cache_launch"], "_choose_splits", lambda *_: splits)
     any_size.setattr(cache_launch, "plan_chunks", emulated.modules["cache_launch"].plan_chunks)
     any_size.setattr(launch, "device_facts", lambda _: HOPPER.facts)
     any_size.setattr(gather, "plan_gather", functools.partial(_gathered, gather.plan_gather))
-    portable = SimpleNamespace(run=lambda *_: _few_queries(CASES[name], *results[-1]))
+    portable = SimpleNamespace(run=lambda *_: _few_queries(case, *results[-1]))
     any_size.setattr(launch, "split_pipeline", lambda *_: portable)
     any_size.setattr(operator._BACKENDS, "implementation", implementation)
-    check(CASES[name], "triton")
-    assert emulated.launched == ["attention_forward_kernel"]
+    check(case, "triton")
+    return emulated.launched
 
 
 def _gathered(plan_gather: Any, call: SplitCall, least: int, *others: Any) -> Any:
@@ -131,6 +153,77 @@ def _gathered(plan_gather: Any, call: SplitCall, least: int, *others: Any) -> An
     planned = plan_gather(call, least, *others)
     run = functools.partial(gathered_rows, planned, call, least)
     return SimpleNamespace(call=planned.call, run=run)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["packed", "modifiers", "trees"])
+def test_interpreted_few_queries(name: str, splits: int, any_size: pytest.MonkeyPatch) -> None:
+    """Of a packed call the portable kernel has the sequences with few queries, with splits of their keys too. The
+    others are left alone: what they had there stays."""
+    case = replace(CASES[name], dtype=torch.float16, page_size=16)
+    results: list[tuple[Tensor, Tensor]] = []
+
+    def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+        results.append(reference.forward(call, spec))
+        return launch.forward(call, spec)
+
+    def chunks(call: SplitCall, outer: int, most: int, device: torch.device) -> Any:
+        return SimpleNamespace(run=lambda tensors, made, others, length: _completed(case, results[-1], made))
+
+    any_size.setattr(launch, "chunks_unsupported_reason", lambda *_: None)
+    any_size.setattr(cache_launch, "plan_chunks", chunks)
+    any_size.setattr(plan, "choose_split_count", lambda *_: splits)
+    backends = {"triton": SimpleNamespace(forward=forward)}
+    any_size.setattr(operator._BACKENDS, "implementation", lambda requested, *_: backends.get(requested, reference))
+    check(case, "triton")
+
+
+def _completed(case: CacheCase, expected: tuple[Tensor, Tensor], made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the portable kernel made, with the rows of others."""
+    few = _few_queries(case, *expected)
+    return tuple(torch.where(own.isnan(), all_, of) for own, all_, of in zip(few, expected, made))  # type: ignore[return-value]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("queries", [None, (3, 0, 5, 2, 4)])
+def test_interpreted_results_of_splits(queries: tuple[int, ...] | None) -> None:
+    """Results of the forward for each split are put together; those of packed sequences with few queries are not."""
+    heads, heads_kv, columns, splits, most = 12, 4, 40, 3, 2
+    batch, seq_q, total = (2, 5, None) if queries is None else (len(queries) - 1, 5, sum(queries))
+    places = (batch, seq_q) if total is None else (total,)
+    parts = torch.randn(splits, *places, heads, columns).half()
+    lse = torch.randn(splits, *places[:-1], heads, places[-1])
+    lse[1, ..., 0] = lse[:, ..., 1] = float("-inf")
+    parts[1, ..., 0, :, :] = float("nan")  # of no key, so nobody wrote it
+    starts = None if queries is None else torch.tensor([0, *queries]).cumsum(0)[: batch + 1]
+    indices = (None,) * 4 + (None if starts is None else starts.dtype,) + (None,) * 2
+    call = SplitCall(
+        torch.float16, (batch, seq_q, heads, heads_kv, columns, columns), (), 0, 64, 1.0, False, indices,
+        total_q=total, most=None if total is None else most,
+    )  # fmt: skip
+    kernel = plan.combining(call, splits, torch.device("cpu"), of_forward=True)
+    given = ("parts", "parts_lse", "starts", "out", "lse") if queries else ("parts", "parts_lse", "out", "lse")
+    pipeline = Pipeline(torch.device("cpu"), {"combine": kernel}, given, {})
+    out, found = torch.full(parts.shape[1:], 7.0).half(), torch.full(lse.shape[1:], 7.0)
+    pipeline.run(*pointers([each for each in (parts, lse, starts, out, found) if each is not None]))
+    served = torch.ones(places[-1], dtype=torch.bool)
+    if queries is not None:
+        of_token = torch.tensor(queries).repeat_interleave(torch.tensor(queries))
+        served = (of_token > most) | (torch.arange(total) >= sum(queries[:-1]))
+    sums = lse.double().logsumexp(0).masked_fill(~served, 7.0)
+    exact, eager = (_put_together(parts.to(of), lse.to(of)).masked_fill(~served[:, None, None], 7.0) for of in _TYPES)
+    assert_close("out", out, exact, eager)
+    assert_close("lse", found, sums, sums.float())
+
+
+_TYPES = torch.float64, torch.float16
+
+
+def _put_together(parts: Tensor, lse: Tensor) -> Tensor:
+    """out of splits, in the dtype of `parts`."""
+    weights = (lse - lse.logsumexp(0).clamp(min=-1e4)).exp().movedim(-1, -2)[..., None]
+    return (parts.nan_to_num() * weights).sum(0)
 
 
 _CALL = SplitCall(
@@ -173,18 +266,22 @@ _STEP = _CALL._replace(
         _CALL._replace(shape=_STEP.shape, cut=_STEP.cut),
         _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((0, 0, 1),) * 2),
         _CALL._replace(window_right=None, tree=(0, 64, 64), index_dtypes=(*_CALL.index_dtypes[:6], torch.uint8)),
+        _CALL._replace(total_q=64, row_logits=True),
     ],
-    ids=["64", "128, window", "512", "invariant tokens", "gathered", "tree"],
+    ids=["64", "128, window", "512", "invariant tokens", "gathered", "tree", "splits"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
+    monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)
+    monkeypatch.setattr(plan, "multiprocessors", lambda _: HOPPER.multiprocessors)
     cpu = torch.device("cpu")
     gathered = backend.is_gathered(call)
     if gathered:
         call = gather.plan_gather(call, 17, 8, cpu).call
     planned = cache_launch.plan_chunks(call, 8192, 16, cpu, some=gathered)
-    source = planned.pipeline.plans["forward"].source
-    check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
+    for name, check in (("forward", _check_chunks), ("combine", check_fit)):
+        if name in planned.pipeline.plans:
+            check_code(planned.pipeline.plans[name].source, "sm_90", check, HOPPER.facts.shared_memory)
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
@@ -197,14 +294,23 @@ def test_machine_code_of_gathering(eight_bits: bool, monkeypatch: pytest.MonkeyP
     check_code(planned.pipeline.plans["gather"].source, "sm_90", check_fit, HOPPER.facts.shared_memory)
 
 
-@pytest.mark.parametrize(("batch", "stages", "residents"), [(4, 6, 1), (8, 2, 2)])
-def test_few_tiles_have_more_stages(batch: int, stages: int, residents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("batch", "rows", "stages", "programs", "splits"),
+    [(8, 16384, 2, 256, 1), (4, 16384, 2, 256, 2), (4, 2048, 6, 128, 1), (1, 65536, 2, 256, 8), (1, 128, 6, 32, 1)],
+)
+def test_few_tiles(
+    batch: int, rows: int, stages: int, programs: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get more stages, or the keys are split, if these are many."""
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
+    monkeypatch.setattr(plan, "multiprocessors", lambda _: HOPPER.multiprocessors)
     indices = (torch.int32, None, None, torch.int32, None, None, None)
-    call = _CALL._replace(shape=(batch, 64, *_CALL.shape[2:]), total_q=None, index_dtypes=indices)
-    plan = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.plans["forward"]
-    assert plan.source.constants["STAGES"] == stages
-    assert plan.programs == min(batch * 32, residents * 132)
+    shape = batch, 64, *_CALL.shape[2:]
+    call = _CALL._replace(shape=shape, total_q=None, index_dtypes=indices, capacity=rows, visible=rows)
+    plans = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.plans
+    assert plans["forward"].source.constants["STAGES"] == stages
+    assert plans["forward"].programs == programs
+    assert ("combine" in plans and splits in plans["combine"].scalars) == (splits > 1)
 
 
 @pytest.mark.parametrize("page_size", [16, 0])
@@ -256,3 +362,10 @@ def _few_queries(case: CacheCase, out: Tensor, lse: Tensor) -> tuple[Tensor, Ten
 def test_gpu(name: str, any_size: pytest.MonkeyPatch) -> None:
     for seed in range(3):  # the later calls mostly have their tensors where those before were
         check(CASES[name], "triton", "cuda", seed)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", _SPLIT)
+def test_gpu_in_splits(name: str, any_size: pytest.MonkeyPatch) -> None:
+    any_size.setattr(cache_launch, "_choose_splits", lambda *_: 4)
+    check(CASES[name], "triton", "cuda")

@@ -309,7 +309,7 @@ def test_lengths_are_no_part_of_a_plan() -> None:
         (Call(spec=CacheSpec(0, 0.1, num_splits=3)), 16, 192, 256),
         (Call(capacity=200, spec=CacheSpec(0, 0.1, num_splits=128)), 16, 128, 256),  # two tiles of keys
         (Call(seq_q=64, seq_new=64), 8 * 128, 8 * 8 * 4, None),
-        (Call(batch=8, seq_q=64, total_q=80), 80 * 2, 8 * (5 + 8 + 1) * 5, 80 * 32),
+        (Call(batch=8, seq_q=64, total_q=80), 80 * 2, 8 * (5 + 8 + 1) * 5, 80 * 32 // 8),  # eight rows each
         (Call(batch=0, seq_q=0, total_q=0), 0, 0, None),
     ],
 )

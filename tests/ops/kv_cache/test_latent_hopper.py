@@ -315,6 +315,7 @@ def test_other_gpus_are_not_served() -> None:
 def _plans(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
     monkeypatch.setattr(latent, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(split_keys, "device_facts", lambda device: _SM_90)
+    monkeypatch.setattr(split_keys, "multiprocessors", lambda device: 132)
     return latent.latent_pipeline(call, torch.device("cuda", 0)).plans
 
 

@@ -45,7 +45,13 @@ from flashtile.ops.attention.gpu.parameters import (
     window_parameters,
 )
 from flashtile.ops.attention.gpu.score_writer import score_bounds
-from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
+from flashtile.ops.attention.hopper.cache import (
+    CachedRows,
+    head_and_split,
+    load_shares,
+    rows_of_split,
+    sequence_tree,
+)
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -64,6 +70,7 @@ from flashtile.ops.attention.hopper.forward_producer import (
     produce,
     receive_query_tile,
     value_column,
+    visited_keys,
 )
 from flashtile.ops.attention.hopper.forward_softmax import (
     FunctionInputs,
@@ -473,6 +480,7 @@ def consume_tile(
     if config.VALUE_PARTS > 1:
         part = head % config.VALUE_PARTS
         head = head // config.VALUE_PARTS
+    head, split = head_and_split(head, problem.cache_numbers, config)
     rows = HeadRows(tile.sequence, head, 0, problem.rows_q)
     seq_k = problem.rows_k
     if config.PACKED:
@@ -485,8 +493,9 @@ def consume_tile(
     shift = 0 if config.TOP_LEFT else seq_k - rows.length
     first = tile.first + WHICH * M
     row = first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
+    loaded = visited_keys(tile.first, rows.length, seq_k, keys, split, problem, config, N=k.ROWS)
     visited, before, after = consumer_key_tiles(
-        tile.first, first, rows.length, shift, keys, problem.window.left, problem.window.right, ROWS=ROWS, N=k.ROWS,
+        loaded, first, rows.length, shift, keys, problem.window.left, problem.window.right, N=k.ROWS,
         HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT, SKIPS=SKIPS,
     )  # fmt: skip
     if SKIPS:
@@ -533,7 +542,7 @@ def consume_tile(
     # While the last product is in flight: what comes next, and the statistics.
     if not LEAVES_OUT_FIRST:
         following = receive_query_tile(queue, tiles_received, config)
-    inverse = store_statistics(attended.softmax, rows, view, part, problem, output, config)
+    inverse = store_statistics(attended.softmax, rows, view, part, split, problem=problem, output=output, config=config)
     out = wait_values(out, v)
     v.release(attended.slot)
     key_tiles = attended.key_tiles + 1
@@ -542,6 +551,8 @@ def consume_tile(
     if LEAVES_OUT_FIRST:
         following = receive_query_tile(queue, tiles_received, config)
     column = value_column(part, rings, config)
+    if config.CACHED:
+        rows = rows_of_split(rows, split, problem.batch, problem.rows_q, problem.cache_numbers)
     store_epilogue(
         out, inverse, rows, first, column, tiles_received, rings, q_slot=q_slot, output=output, config=config,
         WHICH=WHICH,

@@ -8,8 +8,10 @@ from flashtile.ops.attention.hopper.cache import (
     KeyTile,
     box_pages,
     clear_rows,
+    head_and_split,
     load_boxes,
     locate_in_cache,
+    share_of_split,
     tile_pages,
 )
 from flashtile.ops.attention.hopper.modifiers import (
@@ -60,9 +62,9 @@ class Rings(NamedTuple):
 
 class QueryTile(NamedTuple):
     """A tile of query rows, as the producer publishes it: its first row in the sequence (negative: there are no more
-    tiles), sequence and head. The other fields are 0 where they mean nothing: in a packed call the row at which the
-    sequence begins and its lengths; with a block mask how many key tiles it lists; where key lengths or a mask end
-    them, how many keys of the sequence count."""
+    tiles), sequence and head (`published_head`). The other fields are 0 where they mean nothing: in a packed call the
+    row at which the sequence begins and its lengths; with a block mask how many key tiles it lists; where key lengths
+    or a mask end them, how many keys of the sequence count."""
 
     first: Any
     sequence: Any
@@ -120,9 +122,10 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
         tiles_received += 1
         keys = tile.seq_k
         seq_q = tile.seq_q if config.PACKED else problem.rows_q
-        visited = visited_keys(tile.first, seq_q, keys, keys, problem, config, N)
+        of_queries, split = head_and_split(tile.head, problem.cache_numbers, config)
+        visited = visited_keys(tile.first, seq_q, keys, keys, split, problem, config, N=N)
         place = tile_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
-        head = HeadRows(tile.sequence, tile.head // problem.group, 0, keys)
+        head = HeadRows(tile.sequence, of_queries // problem.group, 0, keys)
         seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
         for done in range(0, visited.end - visited.begin):
             row = (visited.end - 1 - done) * N
@@ -157,6 +160,7 @@ def produce_tile(number, tiles_published, key_tiles, producer):
     if config.VALUE_PARTS > 1:
         part = line % config.VALUE_PARTS
         line = line // config.VALUE_PARTS
+    line, split = head_and_split(line, problem.cache_numbers, config)
     if config.BATCH_FIRST:
         line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0 and not config.PACKED:
@@ -188,13 +192,14 @@ def produce_tile(number, tiles_published, key_tiles, producer):
                 blocks.lists, at.sequence, at.head, at.first // config.TILE_Q, keys,
                 exists=at.sequence < problem.batch, OTHER=N, TILE=config.TILE_K,
             )  # fmt: skip
-        publish_query_tile(producer.queue, tiles_published, at, part, listed, keys, config)
+        head = published_head(at.head, part, split, problem, config)
+        publish_query_tile(producer.queue, tiles_published, at, head, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
             slot = rings.q.slot(tiles_published, which)
             rings.q.fill(slot, tensors.q, queries, at.first + which * M, config.PACKED)
         tiles_published += 1
-        visited = visited_keys(at.first, at.length, at.other_length, keys, problem, config, N)
+        visited = visited_keys(at.first, at.length, at.other_length, keys, split, problem, config, N=N)
         key_begin = visited.begin
         key_end = visited.end
         if config.TILE_Q > 0:
@@ -251,12 +256,20 @@ def produce_tile(number, tiles_published, key_tiles, producer):
 
 
 @gluon.jit
-def publish_query_tile(queue, count, at, part, listed, keys, config):
-    """The producer's side of the queue. `at`: a `LocatedTile`, `part`: of the values' columns, which is published with
-    the head, `listed`: how many key tiles a block mask lists."""
-    head = at.head
+def published_head(head, part, split, problem, config):
+    """The head of a tile as it is published, with the split of its keys, and the part of the values' columns."""
+    if config.CACHED:
+        if problem.cache_numbers.splits is not None:
+            head = head * problem.cache_numbers.splits + split
     if config.VALUE_PARTS > 1:
         head = head * config.VALUE_PARTS + part
+    return head
+
+
+@gluon.jit
+def publish_query_tile(queue, count, at, head, listed, keys, config):
+    """The producer's side of the queue. `at`: a `LocatedTile`, `head`: of `published_head`, `listed`: how many key
+    tiles a block mask lists."""
     tile = QueryTile(
         first=at.first, sequence=at.sequence, head=head, begin_q=at.begin, seq_q=at.length, seq_k=at.other_length,
         listed=listed, keys=keys,
@@ -331,14 +344,15 @@ def load_values(slot, tile, column, seen, rings, tensors, config, SHARE: gl.cons
 
 
 @gluon.jit
-def visited_keys(first, seq_q, seq_k, keys, problem, config, N: gl.constexpr):
+def visited_keys(first, seq_q, seq_k, keys, split, problem, config, N: gl.constexpr):
     """The `key_tile_ranges` of a tile of queries of all consumers, from row `first` of a sequence on, of whose `seq_k`
-    keys `keys` count."""
+    keys `keys` count; or the share of a split."""
     shift = 0 if config.TOP_LEFT else seq_k - seq_q
-    return key_tile_ranges(
+    tiles = key_tile_ranges(
         first, seq_q, shift, keys, problem.window.left, problem.window.right, config.CONSUMERS * M, N=N,
         HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
     )  # fmt: skip
+    return share_of_split(tiles, split, keys, problem.cache_numbers, config, N)
 
 
 @gluon.jit

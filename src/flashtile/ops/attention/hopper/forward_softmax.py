@@ -560,9 +560,9 @@ def make_out_tiles(descriptors, config):
 
 
 @gluon.jit
-def store_statistics(softmax, rows, view, part, problem, output, config):
+def store_statistics(softmax, rows, view, part, split, problem, output, config):
     """Stores lse, and the largest scores if they are asked for, with the first part of the values. Returns what `o` is
-    to be multiplied by."""
+    to be multiplied by. A sink belongs to the first split of the keys."""
     row = view.row
     row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
     reference = softmax.reference
@@ -571,6 +571,9 @@ def store_statistics(softmax, rows, view, part, problem, output, config):
     slope = load_slope(side, problem.numbers, rows.sequence, rows.head, rows.sequence < problem.batch)
     logit = load_row_logit(side, rows.head, rows.sequence < problem.batch)
     if logit is not None:
+        if config.CACHED:
+            if problem.cache_numbers.splits is not None:
+                logit = gl.where(split == 0, logit, float("-inf"))
         row_sum, reference, own = join_row_logit(row_sum, reference, _raised_to_near(logit, slope, view, 1))
     if config.EIGHT_BITS:
         descales = problem.numbers.descales
@@ -591,6 +594,9 @@ def store_statistics(softmax, rows, view, part, problem, output, config):
         offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
     stored = row < rows.length
     if config.CACHED:
+        if problem.cache_numbers.splits is not None:
+            size = problem.heads.to(gl.int64) * problem.rows_q
+            offset += split * (size if config.PACKED else size * problem.batch)
         if problem.cache.token_starts is not None:
             # By heads, of which the rows are some.
             row = (rows.head * problem.rows_q + row).to(gl.int64) * problem.batch

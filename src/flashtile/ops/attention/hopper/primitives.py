@@ -399,26 +399,23 @@ def key_tile_ranges(
 
 @gluon.jit
 def consumer_key_tiles(
-    first, my_first, rows, shift, keys, window_left, window_right,
-    ROWS: gl.constexpr, N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SKIPS: gl.constexpr,
+    loaded, first, rows, shift, keys, window_left, window_right,
+    N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SKIPS: gl.constexpr,
 ):  # fmt: skip
-    """The key tiles that a consumer visits, out of those that are loaded for `ROWS` query rows from `first` on, and how
-    many of these it skips before and after its own. Tiles come from the last to the first.
+    """The key tiles that a consumer visits, out of those that are loaded (`KeyTileRange`), and how many of these it
+    skips before and after its own. Tiles come from the last to the first.
 
-    SKIPS: it visits what its own rows from `my_first` on see, and at least one tile. Otherwise it visits all.
+    SKIPS: it visits what its own rows from `first` on see, and at least one tile. Otherwise it visits all.
     """
-    loaded = key_tile_ranges(
-        first, rows, shift, keys, window_left, window_right, ROWS, N=N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT
-    )
     visited = loaded
     before = 0
     after = 0
     if SKIPS:
         mine = key_tile_ranges(
-            my_first, rows, shift, keys, window_left, window_right, M, N=N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT
+            first, rows, shift, keys, window_left, window_right, M, N=N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT
         )
-        begin = gl.minimum(mine.begin, loaded.end - 1)
-        end = gl.minimum(mine.end, loaded.end)
+        begin = gl.minimum(gl.maximum(mine.begin, loaded.begin), loaded.end - 1)
+        end = gl.maximum(gl.minimum(mine.end, loaded.end), begin + 1)
         before = loaded.end - end
         after = begin - loaded.begin
         visited = KeyTileRange(begin, mine.full_begin, mine.full_end, end)

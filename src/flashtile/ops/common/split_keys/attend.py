@@ -70,12 +70,13 @@ def attend_kernel(
     """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k and v `CacheStrides`, and of
     their factors `Descales` of these, without `row` where all rows of a head share one. `table_strides`:
     `TableStrides`. `window`: a `Window`. `length`: of all sequences, where no tensor has them. `most`: queries of a
-    packed sequence that is served; None: any number. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head in one
-    product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q, heads_q,
-    head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves. Of packed queries
-    out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`. `AS_FORWARD`: in
-    the operations of attention's forward kernel, for the same bits; the scale is positive then. `PAIRS`: values of 8
-    bits are loaded two columns at a time, as numbers of 16 bits. `PTX`: NVIDIA's instructions may be used by name."""
+    packed sequence that is served, of which parts have that many; None: any number. `PAGE_SIZE`: 0 without pages.
+    `CHUNK`: columns of the head in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32
+    `[splits, batch, seq_q, heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the
+    results themselves. Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a
+    split behind `splits`. `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the scale
+    is positive then. `PAIRS`: values of 8 bits are loaded two columns at a time, as numbers of 16 bits. `PTX`: NVIDIA's
+    instructions may be used by name."""
     program = tl.program_id(0)
     splits = parts.splits
     if sequences.starts is None:
@@ -85,6 +86,15 @@ def attend_kernel(
         if window.right is not None:
             row_tile = tiles_of_rows - 1 - row_tile  # the later rows see more, and start first
         sequence = program // tiles_of_rows // heads_kv // splits
+    elif most is not None:
+        tiles_of_sequence = tl.cdiv(most * GROUP, BLOCK_M)
+        tiles_of_rows = batch * tiles_of_sequence
+        row_tile = program % tiles_of_rows
+        if window.right is not None:
+            row_tile = tiles_of_rows - 1 - row_tile
+        sequence = row_tile // tiles_of_sequence
+        row_tile %= tiles_of_sequence
+        first_token, seq_q = packed_rows(sequences.starts, sequence, batch, total_q)
     else:
         tiles_of_rows = total_q * GROUP // BLOCK_M + batch + 1
         row_tile = program % tiles_of_rows
@@ -97,7 +107,7 @@ def attend_kernel(
     first_row = row_tile * BLOCK_M
     if (sequences.starts is not None) and (first_row >= rows):
         return
-    if (most is not None) and ((seq_q > most) | (sequence == batch)):
+    if (most is not None) and (seq_q > most):
         return
     head_kv = program // tiles_of_rows % heads_kv
     split = program // tiles_of_rows // heads_kv % splits
@@ -202,6 +212,8 @@ def attend_kernel(
     if sequences.starts is not None:
         place, places, length_of_lse = place * 0, 1, total_q
     token = first_token + query
+    if (most is not None) and PARTIAL:
+        token, length_of_lse = sequence * most + query, batch * most
     written = there
     if prefix.out is not None:
         queries = places * length_of_lse
@@ -356,10 +368,10 @@ def visit_tiles(
         if CHUNK:
             products = products_by_chunks(
                 queries.rows, queries.there, k_rows, valid, q_factor, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, CHUNK=CHUNK,
-                PRECISION=PRECISION,
+                PRECISION=PRECISION, PTX=PTX,
             )  # fmt: skip
         else:
-            products = tl.dot(q_tile, tl.trans(widened(k_tile, DTYPE)), input_precision=PRECISION)  # [M, N]
+            products = tl.dot(q_tile, tl.trans(widened(k_tile, DTYPE, PTX)), input_precision=PRECISION)  # [M, N]
         if q_unit is not None:
             products *= q_unit[:, None]
         if (k.factors is not None) and (k_factor_strides.row is not None):
@@ -418,8 +430,8 @@ def visit_tiles(
         weights = probs.to(DTYPE)
         if PAIRS:
             v_tile, odd = split_pairs(v_tile, v.base.dtype.element_ty, PTX)
-            acc_odd = tl.dot(weights, widened(odd, DTYPE), acc_odd * alpha[:, None], input_precision=PRECISION)
-        acc = tl.dot(weights, widened(v_tile, DTYPE), acc * alpha[:, None], input_precision=PRECISION)
+            acc_odd = tl.dot(weights, widened(odd, DTYPE, PTX), acc_odd * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights, widened(v_tile, DTYPE, PTX), acc * alpha[:, None], input_precision=PRECISION)
     if PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_E))
     if (v.factors is not None) and (v_factor_strides.row is not None):
@@ -453,7 +465,7 @@ def largest_magnitudes(
 @triton.jit
 def products_by_chunks(
     q_rows, there, k_rows, valid, q_factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """`q kᵀ` `[M, N]` with only CHUNK columns of the head on chip at a time, for heads too wide for shared memory.
     `q_factor`: what each row of q is multiplied by; None for 1."""
@@ -462,7 +474,7 @@ def products_by_chunks(
         column = (first + tl.arange(0, CHUNK))[None, :]
         q_chunk = load_queries(q_rows, there, column, q_factor, HEAD_DIM)
         k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)
-        products = tl.dot(q_chunk, tl.trans(widened(k_chunk, q_chunk.dtype)), products, input_precision=PRECISION)
+        products = tl.dot(q_chunk, tl.trans(widened(k_chunk, q_chunk.dtype, PTX)), products, input_precision=PRECISION)
     return products
 
 
@@ -495,33 +507,62 @@ def add_prefix(
 
 @triton.jit
 def combine_kernel(
-    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
-    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, starts_ptr, rows, heads, seq_q, batch, most, splits,
+    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+    OF_FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """One row of out (one query of one head of one sequence) from its parts, in the order of the splits. `rows`: batch
-    · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`."""
-    row = tl.program_id(0)
-    query, head = row // heads, row % heads
-    statistic = (query // seq_q * heads + head) * seq_q + query % seq_q
+    """Some rows of out (heads of one query of one sequence) from their parts, in the order of the splits. `rows`: of a
+    part, batch · seq_q · heads_q, in this order as for out; lse is `[batch, heads_q, seq_q]`. `BLOCK_R`: rows of a
+    program, which divide the heads. `OF_FORWARD`: parts are results of attention's forward, whose lse is a natural
+    logarithm, not one of base 2. `most`: it served packed sequences of more queries, whose `starts` are given; or
+    others, of which a part has `most` queries each. None: all are served."""
+    first_row = tl.program_id(0) * BLOCK_R
+    query = first_row // heads
+    token, part_q = query, seq_q
+    if most is not None:
+        if OF_FORWARD:
+            sequence = tile_sequence(starts_ptr, query, batch, SCALE=1, TILE=1)
+            _, queries = packed_rows(starts_ptr, sequence, batch, seq_q)
+            unserved = (sequence < batch) & (queries <= most)
+        else:
+            first_token, queries = packed_rows(starts_ptr, query // most, batch, seq_q)
+            token, part_q = first_token + query % most, batch * most
+            unserved = (queries > most) | (query % most >= queries)
+        if unserved:
+            return
+    row = first_row + tl.arange(0, BLOCK_R)
+    head = row % heads
+    statistic = (query // part_q * heads + head) * part_q + query % part_q  # [R]
     column = tl.arange(0, BLOCK_E)
-    acc, row_max, row_sum = tl.zeros((BLOCK_E,), tl.float32), -float("inf"), 0.0
+    there_v = column < HEAD_DIM_V
+    acc = tl.zeros((BLOCK_R, BLOCK_E), tl.float32)
+    row_max = tl.full((BLOCK_R,), -float("inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         there = split < splits
-        lse = tl.load(parts_lse_ptr + split.to(tl.int64) * rows + statistic, mask=there, other=-float("inf"))
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        place = split.to(tl.int64) * rows
+        lse = tl.load(
+            parts_lse_ptr + place[None, :] + statistic[:, None], mask=there[None, :], other=-float("inf")
+        )  # [R, S]
+        if OF_FORWARD:
+            lse *= LOG2_E
+        new_max = tl.maximum(row_max, tl.max(lse, 1))
         finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weight = tl.exp2(lse - finite_max)  # [S]
+        weight = tl.exp2(lse - finite_max[:, None])  # [R, S]
         alpha = tl.exp2(row_max - finite_max)
-        places = (split.to(tl.int64) * rows + row)[:, None] * HEAD_DIM_V + column[None, :]
-        part = tl.load(parts_ptr + places, mask=there[:, None] & (column < HEAD_DIM_V)[None, :], other=0.0)  # [S, E]
+        places = (place[None, :] + row[:, None])[:, :, None] * HEAD_DIM_V + column
+        shown = there[None, :, None] & there_v[None, None, :]
+        part = tl.load(parts_ptr + places, mask=shown, other=0.0)  # [R, S, E]
         # A part without a key was never written. It is read all the same, so that parts need not wait for their lse.
-        part = tl.where((lse == -float("inf"))[:, None], 0.0, part)
-        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
-        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        part = tl.where((lse == -float("inf"))[:, :, None], 0.0, part)
+        acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], 1)
+        row_sum = row_sum * alpha + tl.sum(weight, 1)
         row_max = new_max
     nothing = row_sum == 0.0
     divisor = tl.where(nothing, 1.0, row_sum)
-    tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
-    out = (acc / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)
+    lse = tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2)
+    tl.store(lse_ptr + (token // seq_q * heads + head) * seq_q + token % seq_q, lse)
+    out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
+    out_rows = (token * heads + head).to(tl.int64) * HEAD_DIM_V
+    tl.store(out_ptr + out_rows[:, None] + column, out, mask=there_v[None, :])

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.devices import DeviceFacts
 from flashtile._backends.tuned import choose, cut_from
 from flashtile.ops.common.tiles import power_of_two, tile_width
@@ -24,7 +25,10 @@ _LEAST_ROWS, _MOST_ROWS = 16, 64
 #: What a program costs beside its tiles of keys, in such tiles.
 _PROGRAM = 1
 #: Elements of a part that a program of the combining kernel has in flight.
-_COMBINED = 4096
+_COMBINED, _COMBINED_ROWS = 4096, 8192
+#: Programs of that kernel for each multiprocessor at least, where a program has several rows. µs of 8,192 rows of 128,
+#: 2, 4 and 8 parts, an H200: 3.0, 4.2 and 7.5; with one row 13, 27 and 47.
+COMBINING = 2
 
 
 class AttendTiles(NamedTuple):
@@ -70,9 +74,10 @@ class TileKey(NamedTuple):
 
 
 class CombineCut(NamedTuple):
-    """How the combining kernel is cut: splits of a tile, and warps."""
+    """How the combining kernel is cut: splits and rows of a tile, and warps."""
 
     block_s: int
+    block_r: int
     num_warps: int
 
 
@@ -291,6 +296,11 @@ def choose_split_count(
     return choose_splits(programs, key_tiles, multiprocessors * resident_programs(device, tiles, tile_key))
 
 
-def combine_cut(splits: int, head_dim_v: int, device: DeviceFacts) -> CombineCut:
+def combine_cut(splits: int, rows: int, heads: int, head_dim_v: int, device: DeviceFacts, slots: int) -> CombineCut:
+    """`rows`: of out, of which those of one query are `heads`. A program has several if they are many."""
     width = tile_width(head_dim_v)
-    return CombineCut(max(2, min(power_of_two(splits), _COMBINED // width)), 128 // device.warp_size)
+    block_s = max(2, min(power_of_two(splits), _COMBINED // width))
+    block_r = min(power_of_two_factor(heads), max(1, _COMBINED_ROWS // (block_s * width)))
+    while block_r > 1 and rows // block_r < slots:
+        block_r //= 2
+    return CombineCut(block_s, block_r, 128 // device.warp_size)

@@ -7,12 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
-def widened(values, DTYPE: tl.constexpr):
-    """Numbers of 8 bits in float16 or float32; others have DTYPE already."""
+def widened(values, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Numbers of 8 bits in float16 or float32; others have DTYPE already. PTX: as in `split_pairs`."""
     if values.dtype == tl.int8:
         # The bits of 1152 + value: a multiprocessor converts a quarter as many integers as it adds.
-        bits = values.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
-        wide = (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
+        if PTX:
+            wide = tl.inline_asm_elementwise(
+                "{ .reg .b32 all, low, high, offset; xor.b32 all, $2, 0x80808080; mov.b32 offset, 0x64806480;"
+                "prmt.b32 low, all, 0x64646464, 0x4140; prmt.b32 high, all, 0x64646464, 0x4342;"
+                "sub.f16x2 $0, low, offset; sub.f16x2 $1, high, offset; }",
+                "=r,=r,r", [values], dtype=tl.float16, is_pure=True, pack=4,
+            ).to(DTYPE)  # fmt: skip
+        else:
+            bits = values.to(tl.uint8, bitcast=True).to(tl.uint16) ^ 0x6480
+            wide = (bits.to(tl.float16, bitcast=True) - 1152.0).to(DTYPE)
     else:
         wide = values.to(DTYPE)
     return wide

@@ -3,6 +3,7 @@ sizes and strides, from a `SplitCall`, which has no lengths that stand in a tens
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.attend import ByHead, Parts, Prefix, attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
+    COMBINING,
     AttendTiles,
     TileKey,
     choose_split_count,
@@ -162,7 +164,6 @@ def attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple
     `attend.Prefix` has them, it adds."""
     facts = device_facts(device)
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
-    # Where sequences with many queries are left to others, most of the rest have one.
     group_rows = heads // heads_kv * (seq_q if call.most is None else 1)
     check_rows("q", seq_q, MAX_POSITIONS)
     check_rows("q with all heads that share keys", max(group_rows, heads // heads_kv * (call.total_q or 0)))
@@ -206,8 +207,8 @@ def with_combining(
     "parts_lse", which another kernel puts together."""
     outputs: dict[str, Layout | None] = dict(zip(("out", "lse"), shaped_results(call)))
     if splits > 1:
-        kernels = {**kernels, "combine": _combine_kernel(call, splits, device_facts(device))}
-        outputs |= dict(zip(("parts", "parts_lse"), shaped_results(call, (splits,), torch.float32)))
+        kernels = {**kernels, "combine": combining(call, splits, device)}
+        outputs |= dict(zip(("parts", "parts_lse"), shaped_parts(call, splits)))
     return kernels, outputs
 
 
@@ -217,7 +218,7 @@ PARTIAL_RESULTS = {"out_ptr": "parts", "lse_ptr": "parts_lse"}
 
 def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
     """Tiles of queries and heads of a key/value head that can have rows, and those that a grid has: some tiles between
-    packed sequences are empty."""
+    packed sequences are empty. Where sequences of many queries are left to others, most of the rest have one."""
     batch, seq_q, heads, heads_kv, _, _ = call.shape
     group = heads // heads_kv
     if call.total_q is None:
@@ -225,6 +226,8 @@ def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
         return both, both
     if not batch:
         return 0, 0
+    if call.most is not None:
+        return min(batch, call.total_q), batch * -(-call.most * group // block_m)
     whole = call.total_q * group // block_m
     return whole + min(batch, call.total_q), whole + batch + 1
 
@@ -320,23 +323,42 @@ def factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
-def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts) -> Kernel:
-    """The kernel that puts the parts of so many splits together."""
-    batch, seq_q, heads, _, _, head_dim_v = call.shape
-    if call.total_q is not None:
-        batch, seq_q = 1, call.total_q
-    cut = combine_cut(splits, head_dim_v, facts)
-    rows = batch * seq_q * heads
+def combining(call: SplitCall, splits: int, device: torch.device, of_forward: bool = False) -> Kernel:
+    """The kernel that puts the parts of so many splits together. `of_forward`: they are results of attention's forward,
+    in the dtype of q, of packed sequences with more than `call.most` queries."""
+    _, seq_q, heads, _, _, head_dim_v = call.shape
+    few = call.most is not None
+    rows = math.prod(shaped_parts(call, splits)[1].shape[1:])
+    if of_forward:
+        rows = math.prod(shaped_results(call)[1].shape)
+    cut = combine_cut(splits, rows, heads, head_dim_v, device_facts(device), COMBINING * multiprocessors(device))
     parameters = {
-        **dict.fromkeys(("parts_ptr", "parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
+        **dict.fromkeys(("parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
+        "parts_ptr": pointer_to(call.dtype if of_forward else torch.float32, 16),
         "out_ptr": pointer_to(call.dtype, 16),
+        "starts_ptr": pointer_to(call.index_dtypes[4] if few else None),
         "rows": int32(rows),
         "heads": int32(heads),
-        "seq_q": int32(seq_q),
+        "seq_q": int32(seq_q if call.total_q is None else call.total_q),
+        "batch": int32(call.shape[0] if few else None),
+        "most": int32(call.most),
         "splits": int32(splits),
     }
-    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **named_constants(cut)}
-    return Kernel(combine_kernel, parameters, constants, rows, num_warps=cut.num_warps, num_stages=2)
+    constants = {
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_E": tile_width(head_dim_v),
+        **named_constants(cut),
+        "OF_FORWARD": of_forward,
+    }
+    programs = rows // cut.block_r
+    return Kernel(combine_kernel, parameters, constants, programs, num_warps=cut.num_warps, num_stages=2)
+
+
+def shaped_parts(call: SplitCall, splits: int) -> tuple[Layout, Layout]:
+    """out and lse of each split: those of `call.most` queries of each packed sequence, where it has no more."""
+    if call.most is not None:
+        call = call._replace(total_q=call.shape[0] * call.most)
+    return shaped_results(call, (splits,), torch.float32)
 
 
 def shaped_results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:

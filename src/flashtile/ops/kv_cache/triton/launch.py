@@ -245,7 +245,7 @@ def _plan(facts: CacheFacts) -> CachePlan:
         tokens = plan_chunks(call, outer, 0, device, by_sequence=True)
         return CachePlan(append, None, chunks=plan_chunks(call, outer, 1, device), tokens=tokens)
     most = most_left(call)
-    split = None if call.total_q is None else split_pipeline(call._replace(most=most, num_splits=1), device)
+    split = None if call.total_q is None else split_pipeline(call._replace(most=most), device)
     if not is_gathered(call):
         return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device))
     from flashtile.ops.kv_cache.hopper.gather import plan_gather
