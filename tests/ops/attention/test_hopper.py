@@ -402,13 +402,13 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
         ({"seq_k": 511}, 132, True),  # memory limits it
         ({"batch": 200, "s": 128}, 132, True), ({"batch": 200, "s": 96, "d": 64}, 264, True),
         ({"batch": 200, "s": 128, "d": 64}, 264, False),  # keys stay near
-        ({"seq_q": 1}, 8, False),
+        ({"seq_q": 1}, 256, False),  # 32 splits
         ({"seq_k": 4096}, 132, True),  # long enough to be beside a transfer
         (_CAUSAL, 132, True),
-        ({**_CAUSAL, "seq_q": 500}, 64, False),  # each program has one tile
+        ({**_CAUSAL, "seq_q": 500}, 256, False),  # each program has one of four splits of a tile
         ({"block_tile": (256, 128)}, 132, True),
         ({"block_tile": (256, 128), "seq_q": 129}, 16, False),  # whole tiles of the mask: two of each head
-        ({"key_lengths_dtype": torch.int32}, 132, True), ({"sequences": 3, "seq_q": 100}, 20, False),
+        ({"key_lengths_dtype": torch.int32}, 132, True), ({"sequences": 3, "seq_q": 100, "seq_k": 100}, 20, False),
         ({"batch": 0}, 0, False), ({"seq_k": 0}, 0, False),
     ]),
     # Few tiles have one consumer.

@@ -66,7 +66,8 @@ def hopper(monkeypatch):
 
 
 def _defines(module: ModuleType, name: str) -> bool:
-    return module.__name__.rpartition(".")[2] in ("configs", "schedule", "backward_configs") and name in vars(module)
+    defining = "configs", "schedule", "backward_configs", *["launch"] * (name == "splits_of")
+    return module.__name__.rpartition(".")[2] in defining and name in vars(module)
 
 
 class _Calls(NamedTuple):
@@ -492,6 +493,22 @@ _GROUPS: dict[str, _Calls] = {
             _parts(seq_k=300, heads=4, heads_kv=2),  # several parts for each thread block
         ],
         {"choose_parts": lambda *_: 3}, ends=(_SHARES,),
+    ),
+    # Some of the splits have no keys; tiles of two consumers, of one, with all their stages, with parts of v.
+    "keys in splits": _Calls(
+        [
+            _two(*d, **change)
+            for change, d in turns(
+                (
+                    {}, {"causal": True}, {"window": (90, 20), "dropout_p": 0.3}, _TOP_LEFT,
+                    {**_PACKED, "causal": True}, {"softcap": 5.0, "alibi_slopes": "bh", "sinks": True, **_PACKED_LONG},
+                    {"bias": "1hqk"}, {"mask": "b1qk", "seq_q": 60}, {**_FUNCTION, "causal": True},
+                    {"key_lengths": (70, 0), "sinks": True},
+                ),
+                ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), 1,
+            )
+        ],
+        {"splits_of": lambda *_: 4}, launches="combine_kernel",
     ),
     # Heads that have tiles of other sizes have the values that rise most. The window hides the first tile of most rows.
     **{

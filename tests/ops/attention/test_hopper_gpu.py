@@ -458,6 +458,21 @@ _GROUPS: dict[str, _Calls] = {
             [(width, _DTYPES[at % 2]) for at, width in enumerate(2 * [32, 40, 64, 72, 96, 112, 128])], 4,
         )
     ]),
+    "keys in splits": _Calls(
+        [
+            _case(*width, dtype=dtype, **change)
+            for change, (width, dtype) in turns(
+                [
+                    {}, _CAUSAL, {"window": (200, 30), "dropout_p": 0.2}, {"window": (90, None), "align": "top_left"},
+                    {"lengths_q": (129, 0, 300), "lengths_k": (336, 33, 390), "alibi_slopes": "h", "sinks": True},
+                    {"bias": "1hqk"}, {"mask": "b1qk", "softcap": 5.0}, {"key_lengths": (70, 600), "sinks": True},
+                    {"seq_q": 64, "seq_k": 4096}, {"score_mod": True, "causal": True},
+                ],
+                list(zip([(64, 64), (128, 128), (256, 256), (40, 72), (192, 128)], itertools.cycle(_DTYPES))), 2,
+            )
+        ],
+        {"hopper.launch.splits_of": lambda *_: 4},
+    ),
     # Lengths around those at which tiles change; also in more tiles than a GPU takes at once.
     "lengths": _Calls([
         _short(d, batch=batch, seq_q=seq, seq_k=seq, causal=causal)
@@ -599,8 +614,10 @@ _KINDS_OF_ROWS = [(64, False, _BF16), (128, True, _FP16), (192, False, _FP16), (
 
 
 @pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS_OF_ROWS, 2), ids=str)
-def test_bits_of_a_row_depend_on_that_row_alone(values, kind):
-    """Not on other rows of its tile, other heads or batch entries, whose references rise where its own does not."""
+def test_bits_of_a_row_depend_on_that_row_alone(values, kind, patched):
+    """Not on other rows of its tile, other heads or batch entries, whose references rise where its own does not; only
+    on the number of splits."""
+    patched({"hopper.launch.splits_of": lambda *_: 1})
     head_dim, causal, dtype = kind
     torch.manual_seed(7)
     q, k, v = (torch.randn(2, 1300, 3, head_dim, device="cuda", dtype=dtype) for _ in range(3))

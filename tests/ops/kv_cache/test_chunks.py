@@ -137,7 +137,7 @@ def _emulated(case: CacheCase, any_size: pytest.MonkeyPatch, splits: int) -> lis
 
     machine = HOPPER._replace(multiprocessors=3)
     any_size.setattr(emulated.modules["cache_launch"], "current_machine", lambda _: machine)
-    any_size.setattr(emulated.modules["cache_launch"], "_choose_splits", lambda *_: splits)
+    any_size.setattr(emulated.modules["cache_launch"], "count_splits", lambda *_: splits)
     any_size.setattr(cache_launch, "plan_chunks", emulated.modules["cache_launch"].plan_chunks)
     any_size.setattr(launch, "device_facts", lambda _: HOPPER.facts)
     any_size.setattr(gather, "plan_gather", functools.partial(_gathered, gather.plan_gather))
@@ -189,20 +189,17 @@ def _completed(case: CacheCase, expected: tuple[Tensor, Tensor], made: tuple[Ten
 @pytest.mark.parametrize("queries", [None, (3, 0, 5, 2, 4)])
 def test_interpreted_results_of_splits(queries: tuple[int, ...] | None) -> None:
     """Results of the forward for each split are put together; those of packed sequences with few queries are not."""
-    heads, heads_kv, columns, splits, most = 12, 4, 40, 3, 2
-    batch, seq_q, total = (2, 5, None) if queries is None else (len(queries) - 1, 5, sum(queries))
-    places = (batch, seq_q) if total is None else (total,)
+    heads, columns, splits, most = 12, 40, 3, 2
+    places = (2, 5) if queries is None else (sum(queries),)
     parts = torch.randn(splits, *places, heads, columns).half()
     lse = torch.randn(splits, *places[:-1], heads, places[-1])
     lse[1, ..., 0] = lse[:, ..., 1] = float("-inf")
     parts[1, ..., 0, :, :] = float("nan")  # of no key, so nobody wrote it
-    starts = None if queries is None else torch.tensor([0, *queries]).cumsum(0)[: batch + 1]
-    indices = (None,) * 4 + (None if starts is None else starts.dtype,) + (None,) * 2
-    call = SplitCall(
-        torch.float16, (batch, seq_q, heads, heads_kv, columns, columns), (), 0, 64, 1.0, False, indices,
-        total_q=total, most=None if total is None else most,
-    )  # fmt: skip
-    kernel = plan.combining(call, splits, torch.device("cpu"), of_forward=True)
+    starts, results = None, plan.Combined(torch.float16, parts.shape[1:])
+    if queries is not None:
+        starts = torch.tensor([0, *queries]).cumsum(0)[:-1]
+        results = results._replace(starts=starts.dtype, batch=len(queries) - 1, most=most)
+    kernel = plan.combining(results, splits, HOPPER.facts, HOPPER.multiprocessors, of_forward=True)
     given = ("parts", "parts_lse", "starts", "out", "lse") if queries else ("parts", "parts_lse", "out", "lse")
     pipeline = Pipeline(torch.device("cpu"), {"combine": kernel}, given, {})
     out, found = torch.full(parts.shape[1:], 7.0).half(), torch.full(lse.shape[1:], 7.0)
@@ -210,7 +207,7 @@ def test_interpreted_results_of_splits(queries: tuple[int, ...] | None) -> None:
     served = torch.ones(places[-1], dtype=torch.bool)
     if queries is not None:
         of_token = torch.tensor(queries).repeat_interleave(torch.tensor(queries))
-        served = (of_token > most) | (torch.arange(total) >= sum(queries[:-1]))
+        served = (of_token > most) | (torch.arange(places[-1]) >= sum(queries[:-1]))
     sums = lse.double().logsumexp(0).masked_fill(~served, 7.0)
     exact, eager = (_put_together(parts.to(of), lse.to(of)).masked_fill(~served[:, None, None], 7.0) for of in _TYPES)
     assert_close("out", out, exact, eager)
@@ -272,16 +269,14 @@ _STEP = _CALL._replace(
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
-    monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)
-    monkeypatch.setattr(plan, "multiprocessors", lambda _: HOPPER.multiprocessors)
     cpu = torch.device("cpu")
     gathered = backend.is_gathered(call)
     if gathered:
         call = gather.plan_gather(call, 17, 8, cpu).call
     planned = cache_launch.plan_chunks(call, 8192, 16, cpu, some=gathered)
-    for name, check in (("forward", _check_chunks), ("combine", check_fit)):
+    for name, check_form in (("forward", _check_chunks), ("combine", check_fit)):
         if name in planned.pipeline.plans:
-            check_code(planned.pipeline.plans[name].source, "sm_90", check, HOPPER.facts.shared_memory)
+            check_code(planned.pipeline.plans[name].source, "sm_90", check_form, HOPPER.facts.shared_memory)
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
@@ -303,7 +298,6 @@ def test_few_tiles(
 ) -> None:
     """They get more stages, or the keys are split, if these are many."""
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
-    monkeypatch.setattr(plan, "multiprocessors", lambda _: HOPPER.multiprocessors)
     indices = (torch.int32, None, None, torch.int32, None, None, None)
     shape = batch, 64, *_CALL.shape[2:]
     call = _CALL._replace(shape=shape, total_q=None, index_dtypes=indices, capacity=rows, visible=rows)
@@ -367,5 +361,5 @@ def test_gpu(name: str, any_size: pytest.MonkeyPatch) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("name", _SPLIT)
 def test_gpu_in_splits(name: str, any_size: pytest.MonkeyPatch) -> None:
-    any_size.setattr(cache_launch, "_choose_splits", lambda *_: 4)
+    any_size.setattr(cache_launch, "count_splits", lambda *_: 4)
     check(CASES[name], "triton", "cuda")

@@ -13,7 +13,6 @@ from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, t
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to
 from flashtile.ops.attention.hopper.primitives import (
     HeadRows,
-    KeyTileRange,
     coordinates,
     packed_sequence,
     rows_in_cache,
@@ -66,8 +65,6 @@ class CacheNumbers(NamedTuple):
         tree, tree_query, tree_columns: from the tree of one sequence to the next, from one query to the next there, and
             how many columns it has.
         sequences, by_sequence: those of `Tokens`, the latter None or not.
-        splits: into so many the keys of each sequence are divided, whose results another kernel puts together; None: no
-            sequence is divided.
     """
 
     seq_new: Any
@@ -85,7 +82,6 @@ class CacheNumbers(NamedTuple):
     tree_columns: Any
     sequences: Any
     by_sequence: Any
-    splits: Any
 
 
 class Tokens(NamedTuple):
@@ -119,10 +115,9 @@ class CachedRows(NamedTuple):
         flags: int | None = None,
         tokens: Tokens | None = None,
         some: bool = False,
-        splits: int = 1,
     ) -> "CachedRows":
         """Describes the cache for a kernel with tiles of so many keys. `most_left`: packed sequences of up to so many
-        queries are left to another kernel. `flags`, `some`, `splits`: as in `CacheNumbers`."""
+        queries are left to another kernel. `flags`, `some`: as in `CacheNumbers`."""
         lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
         (k_outer, k_row, _), (v_outer, v_row, _) = call.cache_strides
         factors = dict(zip("kv", call.descale_strides))
@@ -153,7 +148,6 @@ class CachedRows(NamedTuple):
             tree_columns=int32(columns),
             sequences=int32(None if tokens is None else tokens.sequences),
             by_sequence=int32(1 if tokens is not None and tokens.by_sequence else None),
-            splits=int32(splits if splits > 1 else None),
         )
         return CachedRows(addresses, numbers, call.page_size, block_n // box_rows(call.page_size, block_n))
 
@@ -238,42 +232,6 @@ def tile_pages(sequence, cache, numbers, batch):
         batch = numbers.sequences
         sequence = packed_sequence(cache.token_starts, sequence, batch, scale=1, TILE=1)
     return sequence_pages(sequence, cache, numbers, batch)
-
-
-@gluon.jit
-def head_and_split(number, numbers, config):
-    """The head and the split of its keys that a tile has; 0 where keys are not split."""
-    split = 0
-    if config.CACHED:
-        if numbers.splits is not None:
-            split = number % numbers.splits
-            number = number // numbers.splits
-    return number, split
-
-
-@gluon.jit
-def share_of_split(tiles, split, keys, numbers, config, N: gl.constexpr):
-    """A split's share of a `KeyTileRange`: splits of a tile of queries differ by one key tile at most. One that has
-    none visits the tile behind the last key, which nobody sees."""
-    if config.CACHED:
-        if numbers.splits is not None:
-            count = tiles.end - tiles.begin
-            share = count // numbers.splits
-            rest = count % numbers.splits
-            begin = tiles.begin + split * share + gl.minimum(split, rest)
-            begin = gl.where(split < count, begin, gl.cdiv(keys, N))
-            end = begin + gl.maximum(share + gl.where(split < rest, 1, 0), 1)
-            tiles = KeyTileRange(begin, tiles.full_begin, tiles.full_end, end)
-    return tiles
-
-
-@gluon.jit
-def rows_of_split(rows, split, batch, total, numbers):
-    """The `HeadRows` of a split in the results of all splits, which are those of so many batches, or of so many packed
-    calls, one after another."""
-    if numbers.splits is not None:
-        rows = HeadRows(rows.sequence + split * batch, rows.head, rows.begin + split * total, rows.length)
-    return rows
 
 
 class Tree(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import allocator, contiguous_strides
+from flashtile._backends.allocate import allocator
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import pointer, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile._backends.tma import TmaTensor, row_layout, strided_layout
+from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CachedRows, Tokens
 from flashtile.ops.attention.hopper.configs import (
@@ -23,14 +23,15 @@ from flashtile.ops.attention.hopper.configs import (
     shared_memory,
     value_parts,
 )
-from flashtile.ops.attention.hopper.forward import forward_kernel
+from flashtile.ops.attention.hopper.forward import forward_kernel, split_kernels
 from flashtile.ops.attention.hopper.launch import tile_counter
+from flashtile.ops.attention.hopper.splits import count_splits
 from flashtile.ops.attention.hopper.steps import step_kernels
 from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS, choose_splits
-from flashtile.ops.common.split_keys.plan import Segments, SplitCall, combining, shaped_results
+from flashtile.ops.common.split_keys.plan import Segments, SplitCall, shaped_results
 
 
 class CacheForward(NamedTuple):
@@ -99,21 +100,17 @@ def plan_chunks(
     lines = value_parts(described.head_dims[1]) * described.lines
     if tokens is not None and by_sequence:
         lines = lines // described.batch * tokens.sequences
-    splits = 1
-    if call.cut is None:
-        # Tiles that have rows: of packed sequences about, since others have some of the queries.
-        filled = tiles if call.total_q is None else max(described.rows_q // config.block_m, 1)
-        splits = _choose_splits(filled * lines, call.visible, config, described)
-        lines *= splits
+    splits = count_splits(described, config, call.visible)
+    lines *= splits
     check_programs("q", tiles * lines)
     if config.resident > 1 and tiles * lines <= described.multiprocessors:
         # Each has a multiprocessor for itself. Time for 4 × 64 queries over 16,384 rows, an H100: pages of 16 210 to
         # 171 µs, of 64 193 to 170.
         config = _single_consumer_with_stages(config, *described.head_dims)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
-    rows = CachedRows.from_call(call, config.block_n, most_left, flags, tokens, some, splits=splits)
+    rows = CachedRows.from_call(call, config.block_n, most_left, flags, tokens, some)
     dynamic = tiles * lines > programs
-    kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
+    kernel = forward_kernel(described, config, programs, tiles, lines, dynamic=dynamic, splits=splits, cache=rows)
     kernel = kernel._replace(buffers=dict.fromkeys(("cu_seqlens_k", "token_starts"), "cu_seqlens_q"))
     if by_group:
         kernel = kernel._replace(parameters={**kernel.parameters, **_moved_by_group(described, kernel)})
@@ -127,48 +124,9 @@ def plan_chunks(
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
     kernels, scratch = {"forward": kernel}, None
     if splits > 1:
-        most = None if starts is None else most_left
-        kernels, scratch = _in_splits(call._replace(most=most), kernel, splits, device)
+        served = None if starts is None else (starts, call.shape[0], most_left)
+        kernels, scratch = split_kernels(described, kernel, splits, served)
     return CacheForward(Pipeline(device, kernels, given, {}, scratch), allocator(results, device), dynamic)
-
-
-#: Microseconds of 64 keys for a consumer that has a multiprocessor for itself, and of each column of a head; how many
-#: times as long that takes where another one shares it; and of a tile of queries beside its keys, and of putting splits
-#: together. An H200, 32 heads of 128: 1 × 64 queries, 4,096 keys 39, with 2, 4 and 8 splits 27, 20 and 18.
-_KEYS, _COLUMN, _SHARED, _TILE, _COMBINING = 0.32, 0.0018, 1.6, 4, 6
-
-
-def _choose_splits(tiles: int, keys: int, config: HopperConfig, call: Call) -> int:
-    """Into how many splits the keys are divided, so that all tiles of queries are computed at once, in the least
-    time."""
-    key_tiles = -(-keys // config.block_n)
-    unit = config.block_n / 64 * (_KEYS + _COLUMN * sum(call.head_dims) / 2)
-
-    def time(splits: int) -> float:
-        shared = config.consumers > 1 or tiles * splits > call.multiprocessors
-        work = -(-key_tiles // splits) * unit * (_SHARED if shared else 1)
-        return work + _TILE + (_COMBINING if splits > 1 else 0)
-
-    most = min(config.resident * call.multiprocessors // tiles, key_tiles, MAX_SPLITS)
-    return min(range(1, max(most, 1) + 1), key=time)
-
-
-def _in_splits(
-    call: SplitCall, kernel: Kernel, splits: int, device: torch.device
-) -> tuple[dict[str, Kernel], dict[str, int]]:
-    """The kernels of a call whose keys are split, and what the first leaves for the second: results of each split."""
-    parts, lse = shaped_results(call, (splits,))
-    shape = splits * parts.shape[1], *parts.shape[2:]
-    layout = row_layout(shape, contiguous_strides(shape), call.total_q is not None)
-    names = [name for name in ("out_desc", "out_tail_desc") if name in kernel.parameters]
-    moved = {name: kernel.parameters[name]._replace(buffer="parts", layout=layout) for name in names}
-    kernel = kernel._replace(
-        parameters={**kernel.parameters, **moved}, buffers={**kernel.buffers, "lse_ptr": "parts_lse"}
-    )
-    combine = combining(call, splits, device, of_forward=True)
-    combine = combine._replace(buffers={"starts_ptr": "cu_seqlens_q"})
-    words = {"parts": math.prod(parts.shape) * parts.dtype.itemsize // 4, "parts_lse": math.prod(lse.shape)}
-    return {"forward": kernel, "combine": combine}, words
 
 
 class PrefixPlan(NamedTuple):
@@ -223,7 +181,7 @@ def plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments
     programs = min(tiles * lines * segments, slots)
     dynamic = tiles * lines * segments > programs
     cached = CachedRows.from_call(call, config.block_n, 0)
-    kernel = forward_kernel(described, config, programs, tiles, lines * segments, dynamic, cached)
+    kernel = forward_kernel(described, config, programs, tiles, lines * segments, dynamic=dynamic, cache=cached)
     buffers = {"q": "rows", "k": "k_cache", "v": "v_cache", "out": "prefix_out"}
     moved = {**kernel.parameters, **_moved_by_group(described, kernel)}
     parameters = {

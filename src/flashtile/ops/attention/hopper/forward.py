@@ -27,6 +27,7 @@ References: Shah et al., "FlashAttention-3" (2024), algorithm 2, for the product
 turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +46,7 @@ from flashtile.ops.attention.gpu.parameters import (
     window_parameters,
 )
 from flashtile.ops.attention.gpu.score_writer import score_bounds
-from flashtile.ops.attention.hopper.cache import (
-    CachedRows,
-    head_and_split,
-    load_shares,
-    rows_of_split,
-    sequence_tree,
-)
+from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -65,10 +60,12 @@ from flashtile.ops.attention.hopper.configs import (
 )
 from flashtile.ops.attention.hopper.forward_producer import (
     Rings,
+    head_and_split,
     key_slot,
     load_share,
     produce,
     receive_query_tile,
+    rows_of_split,
     value_column,
     visited_keys,
 )
@@ -137,6 +134,7 @@ from flashtile.ops.attention.hopper.primitives import (
     row_maximum,
 )
 from flashtile.ops.attention.spec import FP8, out_dtype
+from flashtile.ops.common.split_keys.plan import Combined, combining
 
 
 @aggregate
@@ -195,7 +193,9 @@ class Problem(NamedTuple):
         batch, heads: of the call. `group` query heads share a key/value head.
         rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
         tiles, lines: `tiles` (packed: slots) on each of `lines`, which are as many for each part of the values'
-            columns. `dynamic`: thread blocks take them as they come.
+            columns, and for each split. `dynamic`: thread blocks take them as they come.
+        splits: into so many the keys of each sequence are divided, and another kernel puts the results together; None:
+            no sequence is divided.
         window: `parameters.Window`.
         units: `scores.ScoreUnits`.
         k_rows_apart, v_rows_apart: with key lengths, rows of k and v from one batch entry to the next.
@@ -213,6 +213,7 @@ class Problem(NamedTuple):
     tiles: Any
     lines: Any
     dynamic: Any
+    splits: Any
     window: Any
     units: Any
     k_rows_apart: Any
@@ -223,7 +224,14 @@ class Problem(NamedTuple):
 
     @classmethod
     def from_call(
-        cls, call: Call, side: SideParameters, tiles: int, lines: int, dynamic: bool, cache: CachedRows | None = None
+        cls,
+        call: Call,
+        side: SideParameters,
+        tiles: int,
+        lines: int,
+        dynamic: bool,
+        splits: int,
+        cache: CachedRows | None = None,
     ) -> Any:
         """Describes it for a kernel."""
         read = captured_parameters(call.aux.captured)
@@ -239,6 +247,7 @@ class Problem(NamedTuple):
             tiles=int32(tiles),
             lines=int32(lines),
             dynamic=int32(int(dynamic)),
+            splits=int32(splits if splits > 1 else None),
             window=window_parameters(call.spec),
             units=ScoreUnits.from_spec(call.spec),
             numbers=side.numbers,
@@ -480,7 +489,7 @@ def consume_tile(
     if config.VALUE_PARTS > 1:
         part = head % config.VALUE_PARTS
         head = head // config.VALUE_PARTS
-    head, split = head_and_split(head, problem.cache_numbers, config)
+    head, split = head_and_split(head, problem.splits)
     rows = HeadRows(tile.sequence, head, 0, problem.rows_q)
     seq_k = problem.rows_k
     if config.PACKED:
@@ -551,11 +560,9 @@ def consume_tile(
     if LEAVES_OUT_FIRST:
         following = receive_query_tile(queue, tiles_received, config)
     column = value_column(part, rings, config)
-    if config.CACHED:
-        rows = rows_of_split(rows, split, problem.batch, problem.rows_q, problem.cache_numbers)
     store_epilogue(
-        out, inverse, rows, first, column, tiles_received, rings, q_slot=q_slot, output=output, config=config,
-        WHICH=WHICH,
+        out, inverse, rows_of_split(rows, split, problem), first, column, tiles_received, rings, q_slot=q_slot,
+        output=output, config=config, WHICH=WHICH,
     )  # fmt: skip
     return following, key_tiles
 
@@ -686,9 +693,10 @@ def forward_kernel(
     tiles: int,
     lines: int,
     dynamic: bool,
+    splits: int = 1,
     cache: CachedRows | None = None,
 ) -> Kernel:
-    """The kernel as a pipeline launches it. `tiles`, `lines`, `dynamic`, `cache`: as in `Problem`."""
+    """The kernel as a pipeline launches it. `tiles`, `lines`, `dynamic`, `splits`, `cache`: as in `Problem`."""
     spec, aux, dtype = call.spec, call.aux, call.dtype
     covered = call.is_covered(config.block_m, config.block_n)
     side = side_parameters(call, covered=covered, by_column=False, staged=True, group=call.group)
@@ -698,7 +706,7 @@ def forward_kernel(
         "lse_ptr": pointer_to(torch.float32),
         "max_scores_ptr": pointer_to(torch.float32 if spec.returns_max_scores else None),
         "counter_ptr": pointer_to(torch.int32, 16),
-        "problem": Problem.from_call(call, side, tiles, lines, dynamic, cache),
+        "problem": Problem.from_call(call, side, tiles, lines, dynamic, splits, cache),
         "constants": side.constants,
     }
     constants = {
@@ -720,6 +728,23 @@ def forward_kernel(
         "SCORE_READS": None if spec.score_program is None else gluon_reads(spec.score_program, bounds),
     }
     return Kernel(attention_forward_kernel, parameters, constants, programs, max_registers=config.max_registers)
+
+
+def split_kernels(
+    call: Call, kernel: Kernel, splits: int, served: tuple[torch.dtype, int, int] | None = None
+) -> tuple[dict[str, Kernel], dict[str, int]]:
+    """The kernel with its keys in splits, the one that puts their results together, and what the first leaves for the
+    second, in numbers of 32 bits. `served`: the last fields of `Combined`, if not all packed sequences are served."""
+    dtype, rows, *others = out_dtype(call.dtype), *call.out_shape
+    layout = row_layout(shape := (splits * rows, *others), contiguous_strides(shape), call.packed)
+    names = [name for name in ("out_desc", "out_tail_desc") if name in kernel.parameters]
+    moved = {name: kernel.parameters[name]._replace(buffer="parts", layout=layout) for name in names}
+    buffers = {**kernel.buffers, "lse_ptr": "parts_lse"}
+    forward = kernel._replace(parameters={**kernel.parameters, **moved}, buffers=buffers)
+    results = Combined(dtype, call.out_shape, *served or ())
+    combine = combining(results, splits, call.machine.facts, call.multiprocessors, of_forward=True)
+    words = {"parts": math.prod(shape) * dtype.itemsize // 4, "parts_lse": splits * math.prod(call.lse_shape)}
+    return {"forward": forward, "combine": combine._replace(buffers={"starts_ptr": "cu_seqlens_q"})}, words
 
 
 def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -> dict[str, TmaTensor]:

@@ -8,10 +8,8 @@ from flashtile.ops.attention.hopper.cache import (
     KeyTile,
     box_pages,
     clear_rows,
-    head_and_split,
     load_boxes,
     locate_in_cache,
-    share_of_split,
     tile_pages,
 )
 from flashtile.ops.attention.hopper.modifiers import (
@@ -29,6 +27,7 @@ from flashtile.ops.attention.hopper.modifiers import (
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
+    KeyTileRange,
     M,
     Slot,
     hidden_zero,
@@ -122,7 +121,7 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
         tiles_received += 1
         keys = tile.seq_k
         seq_q = tile.seq_q if config.PACKED else problem.rows_q
-        of_queries, split = head_and_split(tile.head, problem.cache_numbers, config)
+        of_queries, split = head_and_split(tile.head, problem.splits)
         visited = visited_keys(tile.first, seq_q, keys, keys, split, problem, config, N=N)
         place = tile_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
         head = HeadRows(tile.sequence, of_queries // problem.group, 0, keys)
@@ -160,7 +159,7 @@ def produce_tile(number, tiles_published, key_tiles, producer):
     if config.VALUE_PARTS > 1:
         part = line % config.VALUE_PARTS
         line = line // config.VALUE_PARTS
-    line, split = head_and_split(line, problem.cache_numbers, config)
+    line, split = head_and_split(line, problem.splits)
     if config.BATCH_FIRST:
         line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0 and not config.PACKED:
@@ -258,12 +257,46 @@ def produce_tile(number, tiles_published, key_tiles, producer):
 @gluon.jit
 def published_head(head, part, split, problem, config):
     """The head of a tile as it is published, with the split of its keys, and the part of the values' columns."""
-    if config.CACHED:
-        if problem.cache_numbers.splits is not None:
-            head = head * problem.cache_numbers.splits + split
+    if problem.splits is not None:
+        head = head * problem.splits + split
     if config.VALUE_PARTS > 1:
         head = head * config.VALUE_PARTS + part
     return head
+
+
+@gluon.jit
+def head_and_split(number, splits):
+    """The head and the split of its keys that a tile has; 0 where keys are not split."""
+    split = 0
+    if splits is not None:
+        split = number % splits
+        number = number // splits
+    return number, split
+
+
+@gluon.jit
+def share_of_split(tiles, split, keys, splits, N: gl.constexpr):
+    """A split's share of a `KeyTileRange`: splits of a tile of queries differ by one key tile at most. One that has
+    none visits the tile behind the last key, which nobody sees."""
+    if splits is not None:
+        count = tiles.end - tiles.begin
+        share = count // splits
+        rest = count % splits
+        begin = tiles.begin + split * share + gl.minimum(split, rest)
+        begin = gl.where(split < count, begin, gl.cdiv(keys, N))
+        end = begin + gl.maximum(share + gl.where(split < rest, 1, 0), 1)
+        tiles = KeyTileRange(begin, tiles.full_begin, tiles.full_end, end)
+    return tiles
+
+
+@gluon.jit
+def rows_of_split(rows, split, problem):
+    """The `HeadRows` of a split in the results of all splits, which are those of so many batches, or of so many packed
+    calls, one after another."""
+    if problem.splits is not None:
+        begin = rows.begin + split * problem.rows_q
+        rows = HeadRows(rows.sequence + split * problem.batch, rows.head, begin, rows.length)
+    return rows
 
 
 @gluon.jit
@@ -352,7 +385,7 @@ def visited_keys(first, seq_q, seq_k, keys, split, problem, config, N: gl.conste
         first, seq_q, shift, keys, problem.window.left, problem.window.right, config.CONSUMERS * M, N=N,
         HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
     )  # fmt: skip
-    return share_of_split(tiles, split, keys, problem.cache_numbers, config, N)
+    return share_of_split(tiles, split, keys, problem.splits, N)
 
 
 @gluon.jit

@@ -571,9 +571,8 @@ def store_statistics(softmax, rows, view, part, split, problem, output, config):
     slope = load_slope(side, problem.numbers, rows.sequence, rows.head, rows.sequence < problem.batch)
     logit = load_row_logit(side, rows.head, rows.sequence < problem.batch)
     if logit is not None:
-        if config.CACHED:
-            if problem.cache_numbers.splits is not None:
-                logit = gl.where(split == 0, logit, float("-inf"))
+        if problem.splits is not None:
+            logit = gl.where(split == 0, logit, float("-inf"))
         row_sum, reference, own = join_row_logit(row_sum, reference, _raised_to_near(logit, slope, view, 1))
     if config.EIGHT_BITS:
         descales = problem.numbers.descales
@@ -593,10 +592,10 @@ def store_statistics(softmax, rows, view, part, split, problem, output, config):
     else:
         offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
     stored = row < rows.length
+    if problem.splits is not None:
+        size = problem.heads.to(gl.int64) * problem.rows_q
+        offset += split * (size if config.PACKED else size * problem.batch)
     if config.CACHED:
-        if problem.cache_numbers.splits is not None:
-            size = problem.heads.to(gl.int64) * problem.rows_q
-            offset += split * (size if config.PACKED else size * problem.batch)
         if problem.cache.token_starts is not None:
             # By heads, of which the rows are some.
             row = (rows.head * problem.rows_q + row).to(gl.int64) * problem.batch

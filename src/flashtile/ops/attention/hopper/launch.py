@@ -52,7 +52,7 @@ from flashtile.ops.attention.hopper.float32_wide_backward import (
     attention_float32_wide_dk_dq_kernel,
     attention_float32_wide_dv_kernel,
 )
-from flashtile.ops.attention.hopper.forward import forward_kernel
+from flashtile.ops.attention.hopper.forward import forward_kernel, split_kernels
 from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 from flashtile.ops.attention.hopper.separate_configs import (
     CHUNK,
@@ -65,6 +65,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     is_wide,
     separate_cut,
 )
+from flashtile.ops.attention.hopper.splits import splits_of
 from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.hopper.wide_backward import Problem, attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.spec import (
@@ -233,7 +234,9 @@ def plan_forward(call: Call) -> ForwardPlan:
         kernels, parts = float32_forward_kernels(call)
         return ForwardPlan(Pipeline(call.device, kernels, given, {**outputs, **parts}))
     config = forward_config(call)
-    tiles, lines = call.tiles(call.whole_sizes[0], config.block_m), value_parts(call.head_dims[1]) * call.lines
+    splits = splits_of(call, config)
+    lines = value_parts(call.head_dims[1]) * call.lines * splits
+    tiles = call.tiles(call.whole_sizes[0], config.block_m)
     check_programs("q", tiles * lines)
     has_work = 0 not in call.q.shape and call.rows_k
     programs = min(tiles * lines, config.resident * call.multiprocessors) if has_work else 0
@@ -242,13 +245,16 @@ def plan_forward(call: Call) -> ForwardPlan:
     uneven = call.bounded or spec.banded or call.aux.block_lists is not None or padded
     short = min(call.rows_q, call.rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, call.rows_q)
     dynamic = (uneven or call.rows_k >= _LONG_KEYS or short) and tiles * lines > programs
-    kernels = {"forward": forward_kernel(call, config, programs, tiles, lines, dynamic)}
+    kernel, scratch = forward_kernel(call, config, programs, tiles, lines, dynamic=dynamic, splits=splits), None
+    kernels = {"forward": kernel}
+    if splits > 1:
+        kernels, scratch = split_kernels(call, kernel, splits)
     outputs["max_scores"] = rows if spec.returns_max_scores else None
     if dtype is FP8 and programs:
         values = Operand("v", call.v.shape, call.v.strides, call.head_dims[1])
         kernels = {"widen": convert_kernel("v", values, FP8, "wide_v"), **kernels}
         outputs["wide_v"] = contiguous(call.v.shape, torch.bfloat16)
-    pipeline = Pipeline(call.device, kernels, given, outputs)
+    pipeline = Pipeline(call.device, kernels, given, outputs, scratch)
     return ForwardPlan(pipeline, 3 if spec.returns_max_scores else 2, dynamic and programs > 0)
 
 

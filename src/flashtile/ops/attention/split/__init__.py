@@ -7,6 +7,8 @@ rows of a tile are the queries times the heads of a group, and the keys are spli
 
 from __future__ import annotations
 
+import torch
+
 from flashtile.ops.attention.call import Call, KernelChoice, summarise, visible_keys
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
@@ -23,6 +25,13 @@ _TILE_TIMES = ((16, 1.2), (32, 1.4), (64, 1.75))
 _READING = 1.3
 #: Putting the parts together.
 _COMBINING = 0.5
+#: The Hopper forward splits keys too, but the query heads of a group do not share its tiles: how long 64 queries of a
+#: head take, and how much longer its two kernels take beside that. µs on an H200, this and the Hopper forward, heads of
+#: 128, 32 of queries and 8 of keys: 16 queries, 65,536 keys 80 and 119; 32, 165 and 119; 64, 316 and 129; 64, 4,096
+#: keys 29 and 19; 17, 4,096 keys 19 and 20. 64 / 8 heads of 64, 65,536 keys: 32 queries 149 and 174, 64 286 and 175.
+_OF_64, _MORE_OF_SPLITS = 0.6, 3.5
+#: Columns and queries up to which it takes longer.
+_NARROW, _FEW = 64, 32
 
 _NO_GAIN = "the queries are many enough, or the keys few enough, that splitting the keys gains nothing"
 _ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
@@ -54,13 +63,29 @@ def unsupported_reason(call: Call) -> str | None:
     if not automatic:
         return None
     first, last = visible_keys(call.rows_q, call.rows_k, call.spec)
+    on_hopper = call.arch == "sm_90" and call.dtype is not torch.float32 and call.aligned
     return no_gain(
-        call.batch, call.rows_q, call.heads, call.heads_kv, -(-(last - first) // _KEYS), call.multiprocessors
+        call.batch,
+        call.rows_q,
+        call.heads,
+        call.heads_kv,
+        -(-(last - first) // _KEYS),
+        call.multiprocessors,
+        others_split=on_hopper and (call.rows_q > _FEW or max(call.head_dims) > _NARROW),
     )
 
 
-def no_gain(batch: int, seq_q: int, heads: int, heads_kv: int, key_tiles: int, multiprocessors: int) -> str | None:
+def no_gain(
+    batch: int,
+    seq_q: int,
+    heads: int,
+    heads_kv: int,
+    key_tiles: int,
+    multiprocessors: int,
+    others_split: bool = False,
+) -> str | None:
     """Why splitting keys makes a dense call no faster; None where it does. `key_tiles`: of 128 keys, that queries see.
+    `others_split`: the Hopper forward is the other kernel.
 
     A model of occupancy: how long the busiest multiprocessor goes through tiles of keys, with one program on each. Of
     88 cases on an H200 (1 to 64 sequences, 1 to 64 queries, 256 to 32,768 keys, groups of 1, 4 and 8) it takes the
@@ -75,6 +100,9 @@ def no_gain(batch: int, seq_q: int, heads: int, heads_kv: int, key_tiles: int, m
     programs = batch * heads * -(-seq_q // _QUERIES)
     reading = batch * heads_kv * key_tiles / multiprocessors * _READING
     whole = max(-(-programs // multiprocessors) * key_tiles, reading) if programs else 0.0
+    if others_split:
+        in_splits = batch * heads * -(-seq_q // 64) * key_tiles * _OF_64 / multiprocessors
+        whole = min(whole, max(in_splits, reading) + _MORE_OF_SPLITS)
     return None if split < whole else _NO_GAIN
 
 

@@ -87,13 +87,12 @@ def attend_kernel(
             row_tile = tiles_of_rows - 1 - row_tile  # the later rows see more, and start first
         sequence = program // tiles_of_rows // heads_kv // splits
     elif most is not None:
-        tiles_of_sequence = tl.cdiv(most * GROUP, BLOCK_M)
-        tiles_of_rows = batch * tiles_of_sequence
-        row_tile = program % tiles_of_rows
+        # Most sequences have rows in their first tile alone, so those come first, evenly over the multiprocessors.
+        tiles_of_rows = batch
+        sequence = program % batch
         if window.right is not None:
-            row_tile = tiles_of_rows - 1 - row_tile
-        sequence = row_tile // tiles_of_sequence
-        row_tile %= tiles_of_sequence
+            sequence = batch - 1 - sequence
+        row_tile = program // batch // heads_kv // splits
         first_token, seq_q = packed_rows(sequences.starts, sequence, batch, total_q)
     else:
         tiles_of_rows = total_q * GROUP // BLOCK_M + batch + 1
@@ -511,27 +510,27 @@ def combine_kernel(
     HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
     OF_FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of out (heads of one query of one sequence) from their parts, in the order of the splits. `rows`: of a
-    part, batch · seq_q · heads_q, in this order as for out; lse is `[batch, heads_q, seq_q]`. `BLOCK_R`: rows of a
-    program, which divide the heads. `OF_FORWARD`: parts are results of attention's forward, whose lse is a natural
-    logarithm, not one of base 2. `most`: it served packed sequences of more queries, whose `starts` are given; or
-    others, of which a part has `most` queries each. None: all are served."""
-    first_row = tl.program_id(0) * BLOCK_R
-    query = first_row // heads
+    """Some rows of out (one head of one query of one sequence) from their parts, in the order of the splits. `rows`:
+    of a part, batch · seq_q · heads_q, in this order as for out; lse is `[batch, heads_q, seq_q]`. `BLOCK_R`: rows of
+    a program, which belong to one query where some are not served. `OF_FORWARD`: parts are results of attention's
+    forward, whose lse is a natural logarithm, not one of base 2. `most`: it served packed sequences of more queries,
+    whose `starts` are given; or others, of which a part has `most` queries each. None: all are served."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    query, head = row // heads, row % heads
+    there_r = row < rows
     token, part_q = query, seq_q
     if most is not None:
+        first_query = tl.program_id(0) * BLOCK_R // heads
         if OF_FORWARD:
-            sequence = tile_sequence(starts_ptr, query, batch, SCALE=1, TILE=1)
+            sequence = tile_sequence(starts_ptr, first_query, batch, SCALE=1, TILE=1)
             _, queries = packed_rows(starts_ptr, sequence, batch, seq_q)
             unserved = (sequence < batch) & (queries <= most)
         else:
-            first_token, queries = packed_rows(starts_ptr, query // most, batch, seq_q)
+            first_token, queries = packed_rows(starts_ptr, first_query // most, batch, seq_q)
             token, part_q = first_token + query % most, batch * most
-            unserved = (queries > most) | (query % most >= queries)
+            unserved = (queries > most) | (first_query % most >= queries)
         if unserved:
             return
-    row = first_row + tl.arange(0, BLOCK_R)
-    head = row % heads
     statistic = (query // part_q * heads + head) * part_q + query % part_q  # [R]
     column = tl.arange(0, BLOCK_E)
     there_v = column < HEAD_DIM_V
@@ -543,7 +542,9 @@ def combine_kernel(
         there = split < splits
         place = split.to(tl.int64) * rows
         lse = tl.load(
-            parts_lse_ptr + place[None, :] + statistic[:, None], mask=there[None, :], other=-float("inf")
+            parts_lse_ptr + place[None, :] + statistic[:, None],
+            mask=there_r[:, None] & there[None, :],
+            other=-float("inf"),
         )  # [R, S]
         if OF_FORWARD:
             lse *= LOG2_E
@@ -552,7 +553,7 @@ def combine_kernel(
         weight = tl.exp2(lse - finite_max[:, None])  # [R, S]
         alpha = tl.exp2(row_max - finite_max)
         places = (place[None, :] + row[:, None])[:, :, None] * HEAD_DIM_V + column
-        shown = there[None, :, None] & there_v[None, None, :]
+        shown = (there_r[:, None] & there[None, :])[:, :, None] & there_v[None, None, :]
         part = tl.load(parts_ptr + places, mask=shown, other=0.0)  # [R, S, E]
         # A part without a key was never written. It is read all the same, so that parts need not wait for their lse.
         part = tl.where((lse == -float("inf"))[:, :, None], 0.0, part)
@@ -562,7 +563,7 @@ def combine_kernel(
     nothing = row_sum == 0.0
     divisor = tl.where(nothing, 1.0, row_sum)
     lse = tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2)
-    tl.store(lse_ptr + (token // seq_q * heads + head) * seq_q + token % seq_q, lse)
+    tl.store(lse_ptr + (token // seq_q * heads + head) * seq_q + token % seq_q, lse, mask=there_r)
     out = (acc / divisor[:, None]).to(out_ptr.dtype.element_ty)
     out_rows = (token * heads + head).to(tl.int64) * HEAD_DIM_V
-    tl.store(out_ptr + out_rows[:, None] + column, out, mask=there_v[None, :])
+    tl.store(out_ptr + out_rows[:, None] + column, out, mask=there_r[:, None] & there_v[None, :])

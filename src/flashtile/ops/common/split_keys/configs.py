@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.devices import DeviceFacts
 from flashtile._backends.tuned import choose, cut_from
 from flashtile.ops.common.tiles import power_of_two, tile_width
@@ -296,11 +295,11 @@ def choose_split_count(
     return choose_splits(programs, key_tiles, multiprocessors * resident_programs(device, tiles, tile_key))
 
 
-def combine_cut(splits: int, rows: int, heads: int, head_dim_v: int, device: DeviceFacts, slots: int) -> CombineCut:
-    """`rows`: of out, of which those of one query are `heads`. A program has several if they are many."""
+def combine_cut(splits: int, rows: int, most_r: int, head_dim_v: int, device: DeviceFacts, slots: int) -> CombineCut:
+    """`rows`: of out, of which a program may have `most_r`, a power of two; it has several if they are many."""
     width = tile_width(head_dim_v)
     block_s = max(2, min(power_of_two(splits), _COMBINED // width))
-    block_r = min(power_of_two_factor(heads), max(1, _COMBINED_ROWS // (block_s * width)))
+    block_r = min(most_r, max(1, _COMBINED_ROWS // (block_s * width)))
     while block_r > 1 and rows // block_r < slots:
         block_r //= 2
     return CombineCut(block_s, block_r, 128 // device.warp_size)

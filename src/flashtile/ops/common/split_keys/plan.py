@@ -207,7 +207,10 @@ def with_combining(
     "parts_lse", which another kernel puts together."""
     outputs: dict[str, Layout | None] = dict(zip(("out", "lse"), shaped_results(call)))
     if splits > 1:
-        kernels = {**kernels, "combine": combining(call, splits, device)}
+        results = Combined(call.dtype, shaped_results(call)[0].shape)
+        if call.most is not None:
+            results = results._replace(starts=call.index_dtypes[4], batch=call.shape[0], most=call.most)
+        kernels = {**kernels, "combine": combining(results, splits, device_facts(device), multiprocessors(device))}
         outputs |= dict(zip(("parts", "parts_lse"), shaped_parts(call, splits)))
     return kernels, outputs
 
@@ -323,25 +326,48 @@ def factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
-def combining(call: SplitCall, splits: int, device: torch.device, of_forward: bool = False) -> Kernel:
-    """The kernel that puts the parts of so many splits together. `of_forward`: they are results of attention's forward,
-    in the dtype of q, of packed sequences with more than `call.most` queries."""
-    _, seq_q, heads, _, _, head_dim_v = call.shape
-    few = call.most is not None
-    rows = math.prod(shaped_parts(call, splits)[1].shape[1:])
-    if of_forward:
-        rows = math.prod(shaped_results(call)[1].shape)
-    cut = combine_cut(splits, rows, heads, head_dim_v, device_facts(device), COMBINING * multiprocessors(device))
+#: Rows of a program that puts splits together at most.
+_MOST_ROWS = 16
+
+
+class Combined(NamedTuple):
+    """Results that are put together from those of splits.
+
+    Attributes:
+        dtype: of out.
+        shape: of out: `[batch, seq_q, heads_q, head_dim_v]`, of packed queries `[total_q, heads_q, head_dim_v]`.
+        starts: the dtype of the offsets of packed sequences, if these are not all served; else None.
+        batch: how many sequences there are then.
+        most: of which `SplitCall.most` says which are served.
+    """
+
+    dtype: torch.dtype
+    shape: _Shape
+    starts: torch.dtype | None = None
+    batch: int | None = None
+    most: int | None = None
+
+
+def combining(
+    results: Combined, splits: int, facts: DeviceFacts, multiprocessors: int, of_forward: bool = False
+) -> Kernel:
+    """The kernel that puts so many splits together. `of_forward`: parts are results of attention's forward, in the
+    dtype of out, and the packed sequences that it served are those with more than `most` queries."""
+    *places, heads, head_dim_v = results.shape
+    few = results.most is not None and not of_forward
+    rows = (results.batch * results.most if few else math.prod(places)) * heads  # type: ignore[operator]
+    most_r = _MOST_ROWS if results.most is None else power_of_two_factor(heads)
+    cut = combine_cut(splits, rows, most_r, head_dim_v, facts, COMBINING * multiprocessors)
     parameters = {
         **dict.fromkeys(("parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
-        "parts_ptr": pointer_to(call.dtype if of_forward else torch.float32, 16),
-        "out_ptr": pointer_to(call.dtype, 16),
-        "starts_ptr": pointer_to(call.index_dtypes[4] if few else None),
+        "parts_ptr": pointer_to(results.dtype if of_forward else torch.float32, 16),
+        "out_ptr": pointer_to(results.dtype, 16),
+        "starts_ptr": pointer_to(results.starts),
         "rows": int32(rows),
         "heads": int32(heads),
-        "seq_q": int32(seq_q if call.total_q is None else call.total_q),
-        "batch": int32(call.shape[0] if few else None),
-        "most": int32(call.most),
+        "seq_q": int32(places[-1]),
+        "batch": int32(results.batch),
+        "most": int32(results.most),
         "splits": int32(splits),
     }
     constants = {
@@ -350,7 +376,7 @@ def combining(call: SplitCall, splits: int, device: torch.device, of_forward: bo
         **named_constants(cut),
         "OF_FORWARD": of_forward,
     }
-    programs = rows // cut.block_r
+    programs = -(-rows // cut.block_r)
     return Kernel(combine_kernel, parameters, constants, programs, num_warps=cut.num_warps, num_stages=2)
 
 
