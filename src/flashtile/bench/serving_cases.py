@@ -103,21 +103,24 @@ def mixed_batch(chunks: int, tokens: int, chunk: int, least: int, most: int, **m
 
 def _cuda_tables() -> dict[str, list[ServingCase]]:
     heads = ((16, 8, 256, 256), (64, 8, 64, 64))
-    # 8 chunks of 512 and 120 single tokens at 2k to 16k rows, and each half alone.
-    halves = ((8, 120), (8, 0), (0, 120))
+    # 8 chunks of 512 and 120 single tokens at 2k to 16k rows, and each half alone; likewise few with many rows.
+    halves, few = ((8, 120), (8, 0), (0, 120)), ((1, 4), (1, 0), (0, 4))
     eight = (ServingCase(8, 16384, page=16), ServingCase(8, 65536, page=16), ServingCase(4, 16384, Sq=512, page=16))
     latent: tuple[dict[str, Any], ...] = (
         {"B": 32, "S": 8192, "page": 64},
         {"B": 32, "S": 8192, "page": 64, "factors": "head"},
         {"B": 4, "S": 16384, "page": 64, "Sq": 512},
     )
-    # Chunks of 4 prompts over rows in use, in pages of each size and in one piece; other heads in some sizes.
+    # Chunks of a prompt, and of 4 over rows in use, in pages of each size and in one piece; other heads in some sizes.
     some = ((4096, 256), (16384, 512), (65536, 2048))
     chunks = [(rows, chunk, page) for rows in _ROWS for chunk in (64, 256, 512, 2048) for page in (None, 16, 64, 1)]
     # One query, and five of a speculative step; from one sequence to 128; new rows.
     steps = [(rows, count, page) for rows in _ROWS for count in (1, 5) for page in (None, 16, 64, 1)]
     return {
-        "mixed": [mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves],
+        "mixed": [
+            *(mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves),
+            *(mixed_batch(*half, 512, 65536, 65536, page=16) for half in few),
+        ],
         "eight-bits": [replace(size, factors=factors) for size in eight for factors in ("head", "page")],
         "shared": [ServingCase(64, 32768 + 512, page=16, shared_rows=32768)],
         "trees": [
@@ -125,6 +128,7 @@ def _cuda_tables() -> dict[str, list[ServingCase]]:
         ],
         "latent": [ServingCase(**size, H=count, **_LATENT) for count in (16, 128) for size in latent],
         "chunks": [
+            *(ServingCase(1, rows, Sq=chunk, page=16) for rows in _ROWS for chunk in (64, 256)),
             *(ServingCase(4, rows, Sq=chunk, page=page) for rows, chunk, page in chunks),
             *(ServingCase(4, rows, *of, chunk, page) for of in heads for rows, chunk in some for page in (None, 16)),
         ],
