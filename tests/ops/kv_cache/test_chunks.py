@@ -307,6 +307,15 @@ def test_few_tiles(
     assert ("combine" in plans and splits in plans["combine"].scalars) == (splits > 1)
 
 
+@pytest.mark.parametrize(
+    ("batch", "total_q", "seq_q", "few"),
+    [(20, 4 * 64 + 16, 64, 16), (2, 65, 64, 1), (128, 8 * 512 + 120, 512, 120), (3, 3, 1, 3), (2, 128, 64, 1)],
+)
+def test_sequences_of_few_queries_are_estimated(batch: int, total_q: int, seq_q: int, few: int) -> None:
+    call = _CALL._replace(shape=(batch, seq_q, *_CALL.shape[2:]), total_q=total_q)
+    assert call.few_sequences == few
+
+
 @pytest.mark.parametrize("page_size", [16, 0])
 def test_machine_code_of_step_values(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_machine_code_of_steps(page_size, "values", monkeypatch)

@@ -140,6 +140,13 @@ class SplitCall(NamedTuple):
         return heads > heads_kv and self.is_plain
 
     @property
+    def few_sequences(self) -> int:
+        """Packed sequences that have one query, about, where others have as many as the longest."""
+        batch, seq_q, *_ = self.shape
+        longest = ((self.total_q or 0) - batch) // max(seq_q - 1, 1)
+        return max(1, min(batch, batch - longest))
+
+    @property
     def cache_itemsize(self) -> int:
         return (self.cache_dtype or self.dtype).itemsize
 
@@ -169,7 +176,8 @@ def attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple
     check_rows("q with all heads that share keys", max(group_rows, heads // heads_kv * (call.total_q or 0)))
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.cache_itemsize) >= _ASYNCHRONOUS
-    eight_bits, many = call.cache_itemsize == 1, batch * heads_kv >= multiprocessors(device)
+    served = batch if call.most is None else call.few_sequences
+    eight_bits, many = call.cache_itemsize == 1, served * heads_kv >= multiprocessors(device)
     tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, eight_bits, many=many)
     tiles = choose_tiles(facts, tile_key) if call.cut is None else fewer_stages(facts, call.cut.tiles, tile_key)
     with_rows, launched = row_tiles(call, tiles.block_m)
@@ -221,7 +229,7 @@ PARTIAL_RESULTS = {"out_ptr": "parts", "lse_ptr": "parts_lse"}
 
 def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
     """Tiles of queries and heads of a key/value head that can have rows, and those that a grid has: some tiles between
-    packed sequences are empty. Where sequences of many queries are left to others, most of the rest have one."""
+    packed sequences are empty."""
     batch, seq_q, heads, heads_kv, _, _ = call.shape
     group = heads // heads_kv
     if call.total_q is None:
@@ -230,7 +238,7 @@ def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
     if not batch:
         return 0, 0
     if call.most is not None:
-        return min(batch, call.total_q), batch * -(-call.most * group // block_m)
+        return call.few_sequences, batch * -(-call.most * group // block_m)
     whole = call.total_q * group // block_m
     return whole + min(batch, call.total_q), whole + batch + 1
 
