@@ -348,10 +348,6 @@ def training() -> list[list[str]]:
     return table
 
 
-#: A call is in the first of these that has it and all that it is compared with.
-_SERVING = "h200-serving-chunks", "h200-serving-shared", "h200-serving"
-
-
 def decoding() -> list[list[str]]:
     """GB/s of the cache with one query."""
     found = {
@@ -383,6 +379,8 @@ _KINDS: list[tuple[str, Case, str, list[Case]]] = [
     ("5 queries, 8 × 16,384 rows", {"B": 8, "S": 16384, "Sq": 5}, "1 query", [{"B": 8, "S": 16384}]),
     ("8 chunks of 512 and 120 single tokens, 2,048 to 16,384 rows", {"B": 128, "S": 16384, "Sq": 512}, "the two halves",
      [{"B": 8, "S": 16384, "Sq": 512}, {"B": 120, "S": 16384}]),
+    ("a chunk of 512 and 4 single tokens, 65,536 rows each", {"B": 5, "S": 65536, "Sq": 512}, "the two halves",
+     [{"B": 1, "S": 65536, "Sq": 512}, {"B": 4, "S": 65536}]),
     *((f"1 query, 8 × {rows:,} rows, float8_e4m3fn", {"B": 8, "S": rows, "factors": "head"}, "16 bits",
        [{"B": 8, "S": rows}]) for rows in (16384, 65536)),
     ("512 queries, 4 × 16,384 rows, float8_e4m3fn", {"B": 4, "S": 16384, "Sq": 512, "factors": "head"}, "16 bits",
@@ -398,32 +396,29 @@ _KINDS: list[tuple[str, Case, str, list[Case]]] = [
 
 
 def _served(*wanted: tuple[str, Case]) -> list[Row]:
-    """The rows of implementations and cases of serving, all of one record; none if no record has them. A mixed batch is
-    given without its lists."""
-    for record in _SERVING:
-        found = {
-            (
-                row["impl"],
-                *sorted((key, value) for key, value in row["case"].items() if key not in ("queries", "lengths")),
-            ): row
-            for row in rows_of(record)
-        }
-        rows = [found.get((impl, *sorted({**_USUAL, **case}.items()))) for impl, case in wanted]
-        if None not in rows:
-            return [row for row in rows if row is not None]
-    return []
+    """The rows of implementations and cases of serving. A mixed batch is given without its lists."""
+    found = {
+        (
+            row["impl"],
+            *sorted((key, value) for key, value in row["case"].items() if key not in ("queries", "lengths")),
+        ): row
+        for row in rows_of("h200-serving")
+    }
+    return [found[impl, *sorted({**_USUAL, **case}.items())] for impl, case in wanted]
 
 
 def serving_chunks() -> list[list[str]]:
     """Chunks of four prompts: TFLOP/s, and the share of the same work's without a cache."""
     lengths = (4096, 16384, 65536)
     table = [["queries over rows in use", *(f"{length:,}" for length in lengths)]]
-    for page, words in ((None, "one piece"), (64, "pages of 64"), (16, "pages of 16"), (1, "pages of 1")):
-        for chunk in (64, 512, 2048):
-            sizes = [{"B": 4, "S": length, "Sq": chunk, "page": page} for length in lengths]
-            rows = [_served(("flashtile-auto", size), ("dense", size)) for size in sizes]
-            cells = [f"{ours['tflops']:.0f} ({dense['ms'] / ours['ms']:.2f})" for ours, dense in rows]
-            table.append([f"{chunk:,}, {words}", *cells])
+    pages = ((None, "one piece"), (64, "pages of 64"), (16, "pages of 16"), (1, "pages of 1"))
+    kinds = [(4, chunk, page, words) for page, words in pages for chunk in (64, 512, 2048)]
+    kinds += [(1, chunk, 16, "pages of 16, one prompt") for chunk in (64, 256)]
+    for prompts, chunk, page, words in kinds:
+        sizes = [{"B": prompts, "S": length, "Sq": chunk, "page": page} for length in lengths]
+        rows = [_served(("flashtile-auto", size), ("dense", size)) for size in sizes]
+        cells = [f"{ours['tflops']:.0f} ({dense['ms'] / ours['ms']:.2f})" for ours, dense in rows]
+        table.append([f"{chunk:,}, {words}", *cells])
     return table
 
 

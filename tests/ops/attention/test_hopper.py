@@ -403,6 +403,7 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
         ({"batch": 200, "s": 128}, 132, True), ({"batch": 200, "s": 96, "d": 64}, 264, True),
         ({"batch": 200, "s": 128, "d": 64}, 264, False),  # keys stay near
         ({"seq_q": 1}, 256, False),  # 32 splits
+        ({"batch": 1, "h": 1, "s": 8192, "d": 128, **_CAUSAL, "window_left": 200}, 128, False),  # few keys of a tile
         ({"seq_k": 4096}, 132, True),  # long enough to be beside a transfer
         (_CAUSAL, 132, True),
         ({**_CAUSAL, "seq_q": 500}, 256, False),  # each program has one of four splits of a tile

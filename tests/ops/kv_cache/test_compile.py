@@ -264,6 +264,12 @@ def _check_resident(binary: Binary, resident: int, num_warps: int) -> None:
     assert resident * (binary.shared_memory + 1024) <= 228 * 1024
 
 
+@pytest.mark.parametrize(("capacity", "page_size", "keys"), [(1024, None, 64), (32768, None, 128), (32768, 16, 64)])
+def test_many_programs_have_small_tiles_of_few_keys(capacity: int, page_size: int | None, keys: int) -> None:
+    source = plan_of(Call(batch=32, capacity=capacity, page_size=page_size)).split.plans["attend"].source
+    assert source.constants["BLOCK_N"] == keys
+
+
 @pytest.mark.parametrize(
     "change",
     [{"batch": 9, "capacity": 40000}, {"heads": 64, "heads_kv": 16, "batch": 4}, {"seq_q": 3, "seq_new": 1}],

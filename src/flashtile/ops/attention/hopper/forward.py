@@ -735,8 +735,9 @@ def split_kernels(
 ) -> tuple[dict[str, Kernel], dict[str, int]]:
     """The kernel with its keys in splits, the one that puts their results together, and what the first leaves for the
     second, in numbers of 32 bits. `served`: the last fields of `Combined`, if not all packed sequences are served."""
-    dtype, rows, *others = out_dtype(call.dtype), *call.out_shape
-    layout = row_layout(shape := (splits * rows, *others), contiguous_strides(shape), call.packed)
+    dtype, (rows, *others) = out_dtype(call.dtype), call.out_shape
+    shape = (splits * rows, *others)
+    layout = row_layout(shape, contiguous_strides(shape), call.packed)
     names = [name for name in ("out_desc", "out_tail_desc") if name in kernel.parameters]
     moved = {name: kernel.parameters[name]._replace(buffer="parts", layout=layout) for name in names}
     buffers = {**kernel.buffers, "lse_ptr": "parts_lse"}

@@ -28,6 +28,9 @@ def count_splits(call: Call, config: HopperConfig, keys: int) -> int:
     # Of packed sequences about as many tiles as have rows: of some, others have few queries.
     tiles = max(call.rows_q // config.block_m, 1) if call.packed else call.tiles(call.rows_q, config.block_m)
     tiles *= call.lines * value_parts(call.head_dims[1])
+    left, right = call.spec.window_left, call.spec.window_right
+    if left is not None and right is not None:  # a tile of queries sees no more
+        keys = min(keys, max(left + right + config.block_m, 1))
     key_tiles = -(-keys // config.block_n)
     unit = config.block_n / 64 * (_KEYS + _COLUMN * sum(call.head_dims) / 2)
 

@@ -25,6 +25,7 @@ from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_row
 from flashtile.ops.common.split_keys.attend import ByHead, Parts, Prefix, attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     COMBINING,
+    MANY_KEYS,
     AttendTiles,
     TileKey,
     choose_split_count,
@@ -177,7 +178,8 @@ def attending(call: SplitCall, device: torch.device, segments: int = 0) -> tuple
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.cache_itemsize) >= _ASYNCHRONOUS
     served = batch if call.most is None else call.few_sequences
-    eight_bits, many = call.cache_itemsize == 1, served * heads_kv >= multiprocessors(device)
+    short = call.page_size > 0 or call.visible <= MANY_KEYS or max(head_dim, head_dim_v) <= 64
+    eight_bits, many = call.cache_itemsize == 1, short and served * heads_kv >= multiprocessors(device)
     tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, eight_bits, many=many)
     tiles = choose_tiles(facts, tile_key) if call.cut is None else fewer_stages(facts, call.cut.tiles, tile_key)
     with_rows, launched = row_tiles(call, tiles.block_m)
