@@ -111,8 +111,7 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
 
 
 _SPLIT = (
-    "packed", "packed_pages", "pages_of_48", "uniform", "float16", "192", "256", "512", "modifiers", "window",
-    "window_short", "window_both", "window_512", "pages_of_7", "fp8", "tree", "trees", "right",
+    "packed", "pages_of_48", "float16", "256", "512", "modifiers", "window", "window_both", "pages_of_7", "trees",
 )  # fmt: skip
 
 
