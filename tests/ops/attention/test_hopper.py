@@ -33,6 +33,7 @@ from flashtile.ops.attention.hopper import (
     launch,
     primitives,
     schedule,
+    splits,
     tuned_rows,
     unsupported_reason,
 )
@@ -466,6 +467,14 @@ def test_plans_of_the_forward(names, base, row, monkeypatch):
     assert found["CONSUMERS"] == config.consumers
     assert configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= config.room
     assert f"1, {config.block_n}, 1, " in dict(zip(source.function.arg_names, source.types, strict=False))["k_desc"]
+
+
+@pytest.mark.parametrize("sequences, count", [(1, 4), (60, 1)])
+def test_each_packed_sequence_has_a_tile(sequences, count):
+    """Queries alone would be eight tiles of each head."""
+    call = Call(head_dim=128, head_dim_v=128, heads=8, seq_q=512, seq_k=32768, sequences=sequences, multiprocessors=132)
+    described = machine_code.described_on_hopper(call)
+    assert splits.splits_of(described, configs.choose_config(described)) == count
 
 
 def test_where_ptxas_would_spill_few_tiles_have_several_consumers():

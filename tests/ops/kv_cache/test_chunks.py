@@ -105,20 +105,17 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
     clear_plans()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
-    assert _emulated(CASES[name], any_size, splits=1) == ["attention_forward_kernel"]
-
-
+#: Cases whose keys are in splits, one for each mechanism; some of the splits have no keys.
 _SPLIT = (
     "packed", "pages_of_48", "float16", "256", "512", "modifiers", "window", "window_both", "pages_of_7", "trees",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", _SPLIT)
-def test_emulated_in_splits(name: str, any_size: pytest.MonkeyPatch) -> None:
-    """Some of the splits have no keys."""
-    assert _emulated(CASES[name], any_size, splits=4) == ["attention_forward_kernel", "combine_kernel"]
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
+    splits = 4 if name in _SPLIT else 1
+    combining = ["combine_kernel"] * (splits > 1)
+    assert _emulated(CASES[name], any_size, splits) == ["attention_forward_kernel", *combining]
 
 
 def _emulated(case: CacheCase, any_size: pytest.MonkeyPatch, splits: int) -> list[str]:

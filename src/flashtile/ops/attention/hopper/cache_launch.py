@@ -100,7 +100,7 @@ def plan_chunks(
     lines = value_parts(described.head_dims[1]) * described.lines
     if tokens is not None and by_sequence:
         lines = lines // described.batch * tokens.sequences
-    splits = count_splits(described, config, call.visible)
+    splits = count_splits(described, config, call.visible, call.shape[0] - call.few_sequences)
     lines *= splits
     check_programs("q", tiles * lines)
     if config.resident > 1 and tiles * lines <= described.multiprocessors:

@@ -15,18 +15,20 @@ _KEYS, _COLUMN, _SHARED, _TILE, _COMBINING = 0.32, 0.0018, 1.6, 4, 6
 def splits_of(call: Call, config: HopperConfig) -> int:
     """`count_splits` of a call of attention."""
     if call.packed:
-        return count_splits(call, config, lengths(call)[1])
+        return count_splits(call, config, lengths(call)[1], call.batch)
     first, last = visible_keys(call.rows_q, call.rows_k, call.spec)
     return count_splits(call, config, last - first)
 
 
-def count_splits(call: Call, config: HopperConfig, keys: int) -> int:
+def count_splits(call: Call, config: HopperConfig, keys: int, sequences: int = 1) -> int:
     """Into how many splits the keys are divided, of which queries see so many: all tiles of queries are computed at
-    once, in the least time. In the batch-invariant mode there is one."""
+    once, in the least time. In the batch-invariant mode there is one. `sequences`: those of a packed call that have
+    tiles."""
     if call.spec.batch_invariant or call.spec.returns_max_scores or call.spec.block_shape is not None or keys <= 0:
         return 1
-    # Of packed sequences about as many tiles as have rows: of some, others have few queries.
-    tiles = max(call.rows_q // config.block_m, 1) if call.packed else call.tiles(call.rows_q, config.block_m)
+    tiles = call.tiles(call.rows_q, config.block_m)
+    if call.packed:  # about as many as have rows
+        tiles = max(call.rows_q // config.block_m, sequences, 1)
     tiles *= call.lines * value_parts(call.head_dims[1])
     left, right = call.spec.window_left, call.spec.window_right
     if left is not None and right is not None:  # a tile of queries sees no more
