@@ -404,11 +404,11 @@ def _served(*wanted: tuple[str, Case]) -> list[Row]:
         ): row
         for row in rows_of("h200-serving")
     }
-    return [found[impl, *sorted({**_USUAL, **case}.items())] for impl, case in wanted]
+    return [found[(impl, *sorted({**_USUAL, **case}.items()))] for impl, case in wanted]
 
 
 def serving_chunks() -> list[list[str]]:
-    """Chunks of four prompts: TFLOP/s, and the share of the same work's without a cache."""
+    """Chunks of four prompts, and of one: TFLOP/s, and the share of the same work's without a cache."""
     lengths = (4096, 16384, 65536)
     table = [["queries over rows in use", *(f"{length:,}" for length in lengths)]]
     pages = ((None, "one piece"), (64, "pages of 64"), (16, "pages of 16"), (1, "pages of 1"))

@@ -474,7 +474,7 @@ def test_each_packed_sequence_has_a_tile(sequences, count):
     """Queries alone would be eight tiles of each head."""
     call = Call(head_dim=128, head_dim_v=128, heads=8, seq_q=512, seq_k=32768, sequences=sequences, multiprocessors=132)
     described = machine_code.described_on_hopper(call)
-    assert splits.splits_of(described, configs.choose_config(described)) == count
+    assert splits.forward_splits(described, configs.choose_config(described)) == count
 
 
 def test_where_ptxas_would_spill_few_tiles_have_several_consumers():

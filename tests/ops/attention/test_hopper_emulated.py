@@ -66,7 +66,7 @@ def hopper(monkeypatch):
 
 
 def _defines(module: ModuleType, name: str) -> bool:
-    defining = "configs", "schedule", "backward_configs", *["launch"] * (name == "splits_of")
+    defining = "configs", "schedule", "backward_configs", *["launch"] * (name == "forward_splits")
     return module.__name__.rpartition(".")[2] in defining and name in vars(module)
 
 
@@ -494,6 +494,21 @@ _GROUPS: dict[str, _Calls] = {
         ],
         {"choose_parts": lambda *_: 3}, ends=(_SHARES,),
     ),
+    # Tables and reads of a score function are not checked against their ends where whole tiles cover them: a split that
+    # has no keys stays within, too.
+    "keys in splits, covered": _Calls(
+        [
+            _two(*d, seq_q=256, seq_k=512, align="top_left", causal=True, **change)
+            for change, d in turns(
+                (
+                    {"bias": "bhqk", "bias_dtype": _FP32}, {"mask": "bhqk"}, {"bias": "bhqk"}, _FUNCTION, {},
+                    {"mask": "b11k", "bias": "1h1k"},
+                ),
+                ((64, 64), (128, 128), (256, 256)), 1,
+            )
+        ],
+        {"forward_splits": lambda *_: 4}, launches="combine_kernel",
+    ),
     # Some of the splits have no keys; tiles of two consumers, of one, with all their stages, with parts of v.
     "keys in splits": _Calls(
         [
@@ -508,7 +523,7 @@ _GROUPS: dict[str, _Calls] = {
                 ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512)), 1,
             )
         ],
-        {"splits_of": lambda *_: 4}, launches="combine_kernel",
+        {"forward_splits": lambda *_: 4}, launches="combine_kernel",
     ),
     # Heads that have tiles of other sizes have the values that rise most. The window hides the first tile of most rows.
     **{

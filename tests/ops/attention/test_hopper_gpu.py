@@ -471,7 +471,7 @@ _GROUPS: dict[str, _Calls] = {
                 list(zip([(64, 64), (128, 128), (256, 256), (40, 72), (192, 128)], itertools.cycle(_DTYPES))), 2,
             )
         ],
-        {"hopper.launch.splits_of": lambda *_: 4},
+        {"hopper.launch.forward_splits": lambda *_: 4},
     ),
     # Lengths around those at which tiles change; also in more tiles than a GPU takes at once.
     "lengths": _Calls([
@@ -617,7 +617,7 @@ _KINDS_OF_ROWS = [(64, False, _BF16), (128, True, _FP16), (192, False, _FP16), (
 def test_bits_of_a_row_depend_on_that_row_alone(values, kind, patched):
     """Not on other rows of its tile, other heads or batch entries, whose references rise where its own does not; only
     on the number of splits."""
-    patched({"hopper.launch.splits_of": lambda *_: 1})
+    patched({"hopper.launch.forward_splits": lambda *_: 1})
     head_dim, causal, dtype = kind
     torch.manual_seed(7)
     q, k, v = (torch.randn(2, 1300, 3, head_dim, device="cuda", dtype=dtype) for _ in range(3))

@@ -491,8 +491,10 @@ class KernelChoice:
 
 
 def summarise(
-    block: tuple[int, int], warps: str, stages: int, shared_memory: int, rows: str = "queries", more: str = ""
-) -> str:
-    """Tiles in words, for `KernelChoice.summary`. `block`: rows and keys of a tile; `more`: what else there is."""
+    block: tuple[int, int], warps: str, stages: int, shared_memory: int, rows: str = "queries", more: str = "",
+    parts: int = 1,
+) -> str:  # fmt: skip
+    """Tiles in words, for `KernelChoice.summary`. `block`: rows and keys of a tile; `parts`: of the keys."""
     tile, in_stages = f"{block[0]} {rows} × {block[1]} keys", "1 stage" if stages == 1 else f"{stages} stages"
+    more += f", keys in {parts} parts" if parts > 1 else ""
     return f"{tile}, {warps}, {in_stages}, about {shared_memory // 1024} KiB of shared memory{more}"

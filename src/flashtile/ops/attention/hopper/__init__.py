@@ -20,7 +20,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     separate_cut,
     shared_rows_memory,
 )
-from flashtile.ops.attention.hopper.splits import splits_of
+from flashtile.ops.attention.hopper.splits import forward_splits
 from flashtile.ops.attention.hopper.tuned_rows import backward_config, forward_config, row_from
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend
@@ -164,10 +164,9 @@ def _describe_forward(call: Call) -> tuple[KernelChoice, ...]:
         return _describe_float32_forward(*call.head_dims)
     config = forward_config(call)
     memory = configs.shared_memory(config, *call.head_dims, call.dtype)
-    splits = splits_of(call, config)
-    parts = f", keys in {splits} parts" if splits > 1 else ""
+    splits = forward_splits(call, config)
     block = config.block_m, config.block_n
-    summary = summarise(block, _warps(config.consumers), config.stages, memory, more=parts)
+    summary = summarise(block, _warps(config.consumers), config.stages, memory, parts=splits)
     forward = KernelChoice("forward", config, memory, "hopper", splits, summary, row_from(call))
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 

@@ -65,7 +65,9 @@ from flashtile.ops.attention.hopper.forward_producer import (
     load_share,
     produce,
     receive_query_tile,
-    rows_of_split,
+    split_keys,
+    split_range,
+    split_rows,
     value_column,
     visited_keys,
 )
@@ -502,7 +504,9 @@ def consume_tile(
     shift = 0 if config.TOP_LEFT else seq_k - rows.length
     first = tile.first + WHICH * M
     row = first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
-    loaded = visited_keys(tile.first, rows.length, seq_k, keys, split, problem, config, N=k.ROWS)
+    loaded = visited_keys(tile.first, rows.length, seq_k, keys, problem, config, k.ROWS)
+    keys = split_keys(loaded, split, keys, problem.splits)
+    loaded = split_range(loaded, split, problem.splits)
     visited, before, after = consumer_key_tiles(
         loaded, first, rows.length, shift, keys, problem.window.left, problem.window.right, N=k.ROWS,
         HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT, SKIPS=SKIPS,
@@ -561,7 +565,7 @@ def consume_tile(
         following = receive_query_tile(queue, tiles_received, config)
     column = value_column(part, rings, config)
     store_epilogue(
-        out, inverse, rows_of_split(rows, split, problem), first, column, tiles_received, rings, q_slot=q_slot,
+        out, inverse, split_rows(rows, split, problem), first, column, tiles_received, rings, q_slot=q_slot,
         output=output, config=config, WHICH=WHICH,
     )  # fmt: skip
     return following, key_tiles

@@ -122,7 +122,8 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
         keys = tile.seq_k
         seq_q = tile.seq_q if config.PACKED else problem.rows_q
         of_queries, split = head_and_split(tile.head, problem.splits)
-        visited = visited_keys(tile.first, seq_q, keys, keys, split, problem, config, N=N)
+        visited = visited_keys(tile.first, seq_q, keys, keys, problem, config, N)
+        visited = split_range(visited, split, problem.splits)
         place = tile_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
         head = HeadRows(tile.sequence, of_queries // problem.group, 0, keys)
         seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
@@ -198,7 +199,8 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             slot = rings.q.slot(tiles_published, which)
             rings.q.fill(slot, tensors.q, queries, at.first + which * M, config.PACKED)
         tiles_published += 1
-        visited = visited_keys(at.first, at.length, at.other_length, keys, split, problem, config, N=N)
+        visited = visited_keys(at.first, at.length, at.other_length, keys, problem, config, N)
+        visited = split_range(visited, split, problem.splits)
         key_begin = visited.begin
         key_end = visited.end
         if config.TILE_Q > 0:
@@ -275,22 +277,31 @@ def head_and_split(number, splits):
 
 
 @gluon.jit
-def share_of_split(tiles, split, keys, splits, N: gl.constexpr):
+def split_range(tiles, split, splits):
     """A split's share of a `KeyTileRange`: splits of a tile of queries differ by one key tile at most. One that has
-    none visits the tile behind the last key, which nobody sees."""
+    none visits the first tile, of which no row sees the whole (`split_keys`)."""
     if splits is not None:
         count = tiles.end - tiles.begin
         share = count // splits
         rest = count % splits
         begin = tiles.begin + split * share + gl.minimum(split, rest)
-        begin = gl.where(split < count, begin, gl.cdiv(keys, N))
+        begin = gl.where(split < count, begin, tiles.begin)
         end = begin + gl.maximum(share + gl.where(split < rest, 1, 0), 1)
-        tiles = KeyTileRange(begin, tiles.full_begin, tiles.full_end, end)
+        full_end = gl.where(split < count, tiles.full_end, tiles.begin)
+        tiles = KeyTileRange(begin, tiles.full_begin, full_end, end)
     return tiles
 
 
 @gluon.jit
-def rows_of_split(rows, split, problem):
+def split_keys(tiles, split, keys, splits):
+    """How many keys of a sequence count in a split of a `KeyTileRange`: 0 in one that has no tile."""
+    if splits is not None:
+        keys = gl.where(split < tiles.end - tiles.begin, keys, 0)
+    return keys
+
+
+@gluon.jit
+def split_rows(rows, split, problem):
     """The `HeadRows` of a split in the results of all splits, which are those of so many batches, or of so many packed
     calls, one after another."""
     if problem.splits is not None:
@@ -377,15 +388,14 @@ def load_values(slot, tile, column, seen, rings, tensors, config, SHARE: gl.cons
 
 
 @gluon.jit
-def visited_keys(first, seq_q, seq_k, keys, split, problem, config, N: gl.constexpr):
+def visited_keys(first, seq_q, seq_k, keys, problem, config, N: gl.constexpr):
     """The `key_tile_ranges` of a tile of queries of all consumers, from row `first` of a sequence on, of whose `seq_k`
-    keys `keys` count; or the share of a split."""
+    keys `keys` count."""
     shift = 0 if config.TOP_LEFT else seq_k - seq_q
-    tiles = key_tile_ranges(
+    return key_tile_ranges(
         first, seq_q, shift, keys, problem.window.left, problem.window.right, config.CONSUMERS * M, N=N,
         HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
     )  # fmt: skip
-    return share_of_split(tiles, split, keys, problem.splits, N)
 
 
 @gluon.jit

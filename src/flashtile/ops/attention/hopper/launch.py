@@ -65,7 +65,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     is_wide,
     separate_cut,
 )
-from flashtile.ops.attention.hopper.splits import splits_of
+from flashtile.ops.attention.hopper.splits import forward_splits
 from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.hopper.wide_backward import Problem, attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.spec import (
@@ -234,7 +234,7 @@ def plan_forward(call: Call) -> ForwardPlan:
         kernels, parts = float32_forward_kernels(call)
         return ForwardPlan(Pipeline(call.device, kernels, given, {**outputs, **parts}))
     config = forward_config(call)
-    splits = splits_of(call, config)
+    splits = forward_splits(call, config)
     lines = value_parts(call.head_dims[1]) * call.lines * splits
     tiles = call.tiles(call.whole_sizes[0], config.block_m)
     check_programs("q", tiles * lines)

@@ -12,7 +12,7 @@ from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 _KEYS, _COLUMN, _SHARED, _TILE, _COMBINING = 0.32, 0.0018, 1.6, 4, 6
 
 
-def splits_of(call: Call, config: HopperConfig) -> int:
+def forward_splits(call: Call, config: HopperConfig) -> int:
     """`count_splits` of a call of attention."""
     if call.packed:
         return count_splits(call, config, lengths(call)[1], call.batch)

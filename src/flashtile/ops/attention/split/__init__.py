@@ -12,7 +12,14 @@ import torch
 from flashtile.ops.attention.call import Call, KernelChoice, summarise, visible_keys
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
-from flashtile.ops.common.split_keys.configs import TileKey, choose_split_count, choose_tiles, shared_memory, tiles_from
+from flashtile.ops.common.split_keys.configs import (
+    TileKey,
+    choose_split_count,
+    choose_tiles,
+    half_tiles_lose,
+    shared_memory,
+    tiles_from,
+)
 
 #: With more queries than this, nobody asks whether to split.
 MAX_QUERIES = 128
@@ -28,10 +35,8 @@ _COMBINING = 0.5
 #: The Hopper forward splits keys too, but the query heads of a group do not share its tiles: how long 64 queries of a
 #: head take, and how much longer its two kernels take beside that. µs on an H200, this and the Hopper forward, heads of
 #: 128, 32 of queries and 8 of keys: 16 queries, 65,536 keys 80 and 119; 32, 165 and 119; 64, 316 and 129; 64, 4,096
-#: keys 29 and 19; 17, 4,096 keys 19 and 20. 64 / 8 heads of 64, 65,536 keys: 32 queries 149 and 174, 64 286 and 175.
+#: keys 29 and 19; 17, 4,096 keys 19 and 20. `half_tiles_lose` has an exception.
 _OF_64, _MORE_OF_SPLITS = 0.6, 3.5
-#: Columns and queries up to which it takes longer.
-_NARROW, _FEW = 64, 32
 
 _NO_GAIN = "the queries are many enough, or the keys few enough, that splitting the keys gains nothing"
 _ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
@@ -71,7 +76,7 @@ def unsupported_reason(call: Call) -> str | None:
         call.heads_kv,
         -(-(last - first) // _KEYS),
         call.multiprocessors,
-        others_split=on_hopper and (call.rows_q > _FEW or max(call.head_dims) > _NARROW),
+        others_split=on_hopper and not half_tiles_lose(call.rows_q, *call.head_dims),
     )
 
 
@@ -118,9 +123,8 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     splits = choose_split_count(tiles, tile_key, programs, last - first, facts, call.multiprocessors)
     memory = shared_memory(facts, tiles, tile_key)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
-    parts = f", keys in {splits} parts" if splits > 1 else ""
     block, rows = (tiles.block_m, tiles.block_n), "queries and heads"
-    summary = summarise(block, f"{tiles.num_warps} warps", tiles.num_stages, memory, rows, chunk + parts)
+    summary = summarise(block, f"{tiles.num_warps} warps", tiles.num_stages, memory, rows, chunk, splits)
     return (KernelChoice("forward", tiles, memory, "split", splits, summary, tiles_from(facts, tile_key)),)
 
 
