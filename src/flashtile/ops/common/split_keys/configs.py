@@ -265,6 +265,13 @@ def resident_programs(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey
     return max(1, min(by_memory, (12 if tile_key.eight_bits else 16) // tiles.num_warps))
 
 
+def half_tiles_lose(seq_q: int, *head_dims: int) -> bool:
+    """Whether the Hopper forward, whose tiles of 64 queries are half empty, takes longer with its keys split than these
+    kernels, in which the query heads of a group share a tile. 64 / 8 heads of 64, 65,536 keys, an H200, these and the
+    forward: 32 queries 149 µs and 174, 64 queries 286 and 175."""
+    return seq_q <= 32 and max(head_dims) <= 64
+
+
 def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
     """Into how many parts the keys of a sequence are split, so that `programs` (without a split) fill a GPU's `slots`:
     the fewest with nearly the best time by a simple model. Programs run in waves, a wave takes as long as the largest

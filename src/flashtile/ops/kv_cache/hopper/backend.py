@@ -11,6 +11,7 @@ import torch
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts, interpreting
+from flashtile.ops.common.split_keys.configs import half_tiles_lose
 from flashtile.ops.common.tiles import box_rows
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ _Condition = tuple[bool, str]
 _QUERY_ROWS, _WIDEST = 64, 512
 #: Multiprocessors with a tile of the forward at least, as a share of all, where rows are gathered for it.
 _LEAST_SHARE = 0.5
-#: Columns of heads with which half a tile of queries takes longer than in the portable kernel, where the query heads of
-#: a group share a tile: 32 queries, 65,536 rows, 64 / 8 heads of 64 174 µs on an H200, portable 149.
-_NARROW = 64
 #: Keys of a tile.
 _TILE = 64
 #: Where rows are gathered first: the queries of a sequence from which on that is faster, and bytes of the gathered rows
@@ -161,7 +159,7 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
     if tiles < _LEAST_SHARE * multiprocessors:
         if is_gathered(call):
             return "for so few tiles rows are not gathered"
-        if seq_q <= _QUERY_ROWS // 2 and max(call.shape[-2:]) <= _NARROW:
+        if half_tiles_lose(seq_q, *call.shape[-2:]):
             return "a tile of queries of each head would be half empty"
     return unreadable_by_forward(call)
 
