@@ -220,7 +220,7 @@ def always_split(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads_kv", [4, 2, 1])
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 48), (1, 150), (1, 151), (3, 149), (8, 96)])
-def test_forward_splits_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tiles, monkeypatch):
+def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tiles, monkeypatch):
     """149 and 151 are primes: no split divides them."""
     calls, forward_op = [], torch_parts._forward_op
 

@@ -151,7 +151,7 @@ def test_when_splitting_pays(sizes, splits):
     ],
     ids=str,
 )
-def test_when_splitting_pays_beside_the_forward_splits_hopper(sizes, splits):
+def test_when_splitting_pays_beside_the_splits_of_hopper(sizes, splits):
     assert (no_gain(*sizes, _MULTIPROCESSORS, others_split=True) is None) is splits
 
 
