@@ -473,6 +473,17 @@ _GROUPS: dict[str, _Calls] = {
         ],
         {"hopper.launch.forward_splits": lambda *_: 4},
     ),
+    # Nothing is checked against the ends of tables where whole tiles cover them, in a split without keys neither.
+    "keys in splits, covered": _Calls(
+        [
+            _case(*width, seq_q=256, seq_k=512, align="top_left", causal=True, **change)
+            for change, width in turns(
+                [{"bias": "bhqk", "bias_dtype": torch.float32}, {"mask": "bhqk"}, {"score_mod": True}, {}],
+                [(64, 64), (128, 128), (256, 256)], 1,
+            )
+        ],
+        {"hopper.launch.forward_splits": lambda *_: 4},
+    ),
     # Lengths around those at which tiles change; also in more tiles than a GPU takes at once.
     "lengths": _Calls([
         _short(d, batch=batch, seq_q=seq, seq_k=seq, causal=causal)
