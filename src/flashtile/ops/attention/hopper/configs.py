@@ -82,6 +82,11 @@ class HopperConfig(NamedTuple):
         return (SHARED_MEMORY + 1024) // self.resident - 1024
 
     @property
+    def left_registers(self) -> int:
+        """Registers of a thread of the warps that load, which consumers leave."""
+        return (self.consumers + 1) * self.max_registers - self.consumers * self.registers
+
+    @property
     def block_m(self) -> int:
         """Query rows of a tile."""
         return CONSUMER_ROWS * self.consumers
@@ -435,11 +440,11 @@ def function_bytes(score_program: str | None) -> int:
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Places for output on its way out: one for each consumer, or where there is no room for that, one after the
     other uses the same. Without room even for one, out leaves through the place of the queries, whose chunks are as
-    wide as its own."""
+    wide as its own; but not where the next queries may be there already."""
     for places in (config.consumers, 1):
         if _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=places) <= config.room:
             return places
-    return 0
+    return 1 if config.q_in_registers else 0
 
 
 def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
