@@ -278,7 +278,7 @@ def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Value]) -> Any:
 def _wait(barrier: Barrier, phase: Any) -> None:
     parity = int(phase)
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
-    current().wait(barrier.passed(parity), f"{caller.f_code.co_name}, line {caller.f_lineno}")  # type: ignore[union-attr]
+    current().wait_barrier(barrier, parity, f"{caller.f_code.co_name}, line {caller.f_lineno}")  # type: ignore[union-attr]
 
 
 def _expect(barrier: Barrier, count: int) -> None:

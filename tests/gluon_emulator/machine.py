@@ -33,10 +33,13 @@ class _Stopped(BaseException):
 
 
 class Barrier:
-    """An mbarrier: a phase is complete after so many arrivals, and when all bytes that were announced are there."""
+    """An mbarrier: a phase is complete after so many arrivals, and when all bytes that were announced are there.
+    `copied`: what threads have copied before they arrived, in the last phase that had such."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.copied: list[Copied] = []
+        self._copied_in = -1
 
     def init(self, count: int) -> None:
         self.count, self.missing, self.bytes, self.phase = count, count, 0, 0
@@ -54,6 +57,11 @@ class Barrier:
     def deliver(self, count: int) -> None:
         self.bytes -= count
         self._complete()
+
+    def take(self, copied: list[Copied]) -> None:
+        if self._copied_in != self.phase:
+            self.copied, self._copied_in = [], self.phase
+        self.copied.extend(copied)
 
     def passed(self, parity: int) -> Callable[[], bool]:
         """Tells whether the phase of this parity is complete: the one before the present one has the other parity."""
@@ -106,9 +114,23 @@ class Copy:
         return True
 
 
+class Copied:
+    """A tile that threads have copied. TMA and products see it behind a fence of a crew that has waited for it."""
+
+    def __init__(self, target: Shared) -> None:
+        self._target, self._fenced = target, False
+        target.unfenced.fill_(True)
+        target.stores.append(None)
+
+    def fence(self) -> None:
+        if not self._fenced:
+            self._target.unfenced.fill_(False)
+            self._target.stores.pop()
+        self._fenced = True
+
+
 class ThreadCopies:
-    """What threads copy to shared memory, and their arrival at a barrier when it is there. TMA and products do not see
-    it, because no fence follows."""
+    """What threads copy to shared memory, and their arrival at a barrier when it is there."""
 
     def __init__(self, copies: list[tuple[Callable[[], torch.Tensor], Shared]], barrier: Barrier, threads: int) -> None:
         self._copies, self._barrier, self._threads = copies, barrier, threads
@@ -120,8 +142,7 @@ class ThreadCopies:
     def finish(self) -> None:
         for load, target in self._copies:
             target.data.copy_(load())
-            target.unfenced.fill_(True)
-            target.stores.append(None)
+        self._barrier.take([Copied(target) for _, target in self._copies])
         self._barrier.arrive(self._threads)
 
 
@@ -166,6 +187,7 @@ class Crew:
         self.products: list[Product] = []
         self.stores: list[Store] = []
         self.unfenced: list[Shared] = []
+        self.awaited: list[Copied] = []
         self.copies: list[tuple[Callable[[], torch.Tensor], Shared]] = []
         self.copying: list[ThreadCopies] = []
         self.flags: dict[str, int | None] = {}
@@ -194,6 +216,10 @@ class Crew:
         self.over = True
         self.machine.leave(self)
 
+    def wait_barrier(self, barrier: Barrier, parity: int, where: str) -> None:
+        self.wait(barrier.passed(parity), where)
+        self.awaited.extend(barrier.copied)
+
     def wait(self, condition: Callable[[], bool], where: str) -> None:
         """Until the condition holds; others may run before in any case."""
         self._watched = None
@@ -220,6 +246,7 @@ class Crew:
         self._watched = address
 
     def start_product(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> InFlight:
+        assert not self.awaited, "a product after a wait for what threads copy, without fence_async_shared"
         _check_operands(a, b)
         product = Product(a, b, acc if use_acc else None)
         if self.machine.lots.random() < 0.5:
@@ -263,7 +290,10 @@ class Crew:
         for part in self.unfenced:
             part.unfenced.fill_(False)
             part.stores.pop()
+        for copied in self.awaited:
+            copied.fence()
         self.unfenced.clear()
+        self.awaited.clear()
 
     def write(self, place: Shared, value: torch.Tensor) -> None:
         place.data.copy_(value)

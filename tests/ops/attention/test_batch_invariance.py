@@ -131,7 +131,7 @@ def test_steps_of_one_query(name: str, few: bool, emulated: EmulatedHopper, monk
 
 
 @_needs_emulator
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("page", [0, 16, 1])
 @pytest.mark.parametrize("queries", [[1, 66, 0, 1, 1], [1, 0, 0, 1, 0]], ids=["mixed", "tokens"])
 def test_packed_tokens(
     page: int, queries: list[int], emulated: EmulatedHopper, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,9 @@ CASES = {
     "pages_of_1": replace(_PACKED, page_size=1, head_dim=128, head_dim_v=128),
     "pages_of_7": replace(_UNIFORM, page_size=7, head_dim=96, head_dim_v=64, dtype=torch.float16),
     "pages_of_4_window": replace(_PACKED, page_size=4, arguments={"window": (100, 0)}, length_dtype=torch.int64),
+    "pages_of_12": replace(_UNIFORM, page_size=12, head_dim=72, head_dim_v=40),
+    "pages_of_1_window": replace(_UNIFORM, page_size=1, head_dim=192, head_dim_v=128, arguments={"window": (90, 10)}),
+    "pages_of_3_512": replace(_UNIFORM, page_size=3, head_dim=512, head_dim_v=512, batch=2, lengths=(150, 201)),
     "fp8": replace(_UNIFORM, cache_dtype=torch.float8_e4m3fn, factors="heads", entries=(5, 0, 3, 1)),
     "fp8_rows": replace(
         _PACKED, cache_dtype=torch.float8_e4m3fn, factors="rows", page_size=16, head_dim=256, head_dim_v=256
@@ -99,7 +102,7 @@ CASES = {
 def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls of any size are served, also those that leave most of a GPU idle."""
     monkeypatch.setattr(backend, "_LEAST_SHARE", 0)
-    monkeypatch.setattr(backend, "_GATHERED_FROM", 1)
+    monkeypatch.setattr(backend, "_GATHERED_LEAST", 1)
     clear_plans()
     yield monkeypatch
     clear_plans()
@@ -109,6 +112,15 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
 _SPLIT = (
     "packed", "pages_of_48", "float16", "256", "512", "modifiers", "window", "window_both", "pages_of_7", "trees",
 )  # fmt: skip
+
+
+def test_emulated_gathering(any_size: pytest.MonkeyPatch) -> None:
+    """Rows of 16 bits, for many queries."""
+    any_size.setattr(backend, "_GATHERED_LONGEST", 1)
+    planned = []
+    any_size.setattr(gather, "plan_gather", lambda *given, of=gather.plan_gather: planned.append(given) or of(*given))
+    assert _emulated(CASES["pages_of_1"], any_size, 1) == ["attention_forward_kernel"]
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -258,10 +270,11 @@ _STEP = _CALL._replace(
         _wide(512),
         _CALL._replace(shape=_STEP.shape, cut=_STEP.cut),
         _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((0, 0, 1),) * 2),
+        _wide(128, page_size=1)._replace(shape=(8, 256, 32, 8, 128, 128)),
         _CALL._replace(window_right=None, tree=(0, 64, 64), index_dtypes=(*_CALL.index_dtypes[:6], torch.uint8)),
         _CALL._replace(total_q=64, row_logits=True),
     ],
-    ids=["64", "128, window", "512", "invariant tokens", "gathered", "tree", "splits"],
+    ids=["64", "128, window", "512", "invariant tokens", "gathered", "copied", "tree", "splits"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)

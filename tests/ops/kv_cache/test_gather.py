@@ -117,6 +117,10 @@ def test_what_is_gathered_has_a_limit() -> None:
     )  # fmt: skip
     packed = call._replace(shape=(128, 512, *call.shape[2:]), total_q=5 * 64 + 63)
     assert [backend.gathered_sequences(of, 64) for of in (call, packed)] == [6, 5]
-    assert "1024 MiB" in (backend.unreadable_by_forward(call) or "")
-    assert backend.unreadable_by_forward(call._replace(capacity=32768)) is None
-    assert "enough queries" in (backend.unreadable_by_forward(packed._replace(total_q=63, capacity=32768)) or "")
+    assert not backend.is_gathered(call) and backend.is_gathered(call._replace(capacity=32768))
+    assert not backend.is_gathered(packed._replace(total_q=63, capacity=32768))
+    assert not backend.is_gathered(call._replace(shape=(6, 256, *call.shape[2:]), capacity=32768))
+    wide = call._replace(cache_dtype=torch.int8)
+    assert backend.is_gathered(wide) and "1024 MiB" in (backend.unreadable_by_forward(wide, gathered=True) or "")
+    few = packed._replace(cache_dtype=torch.int8, total_q=63, capacity=32768)
+    assert "enough queries" in (backend.unreadable_by_forward(few, gathered=True) or "")

@@ -75,6 +75,8 @@ _SEGMENTS = {
     "few rows": _segment_call(3, 300, 16, 128, 128),
     "pages": _segment_call(131, 700, 16, 128, 128, softcap=3.0),
     "pages of 48": _segment_call(70, 1000, 48, 64, 64, dtype=torch.float16),
+    "pages of 3": _segment_call(66, 300, 3, 128, 128),
+    "few keys": _segment_call(66, 300, 16, 128, 128),
     "192": _segment_call(66, 300, 16, 192, 128),
     "512": _segment_call(66, 150, 0, 512, 512),
     "one row": _segment_call(66, 1, 16, 128, 128),

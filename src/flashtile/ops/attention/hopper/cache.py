@@ -9,18 +9,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load
+from flashtile._backends.gluon import async_copy, fence_async_shared, gl, gluon, mbarrier, tma_load
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to
 from flashtile.ops.attention.hopper.primitives import (
     HeadRows,
     coordinates,
     packed_sequence,
+    release,
     rows_in_cache,
     tile_slice,
 )
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.common.tiles import box_rows
+
+#: Elements that a thread copies at a time, 16 bytes, of which strides are multiples.
+TOGETHER = gl.constexpr(8)
 
 
 class CacheAddresses(NamedTuple):
@@ -36,6 +40,7 @@ class CacheAddresses(NamedTuple):
         tree: of which of the last rows each query sees.
         token_starts: of where the queries of packed sequences begin, if the rows of a tile are the heads of a group
             (`Tokens`).
+        k_rows, v_rows: of the caches, if threads copy their rows (`copy_rows`).
     """
 
     lengths: Any
@@ -48,6 +53,8 @@ class CacheAddresses(NamedTuple):
     v_factors: Any
     tree: Any
     token_starts: Any
+    k_rows: Any
+    v_rows: Any
 
 
 class CacheNumbers(NamedTuple):
@@ -65,6 +72,8 @@ class CacheNumbers(NamedTuple):
         tree, tree_query, tree_columns: from the tree of one sequence to the next, from one query to the next there, and
             how many columns it has.
         sequences, by_sequence: those of `Tokens`, the latter None or not.
+        k_row, k_head, k_columns, v_row, v_head, v_columns: as in `CopiedRows`, columns as constants; None if TMA moves
+            the rows.
     """
 
     seq_new: Any
@@ -82,6 +91,12 @@ class CacheNumbers(NamedTuple):
     tree_columns: Any
     sequences: Any
     by_sequence: Any
+    k_row: Any
+    k_head: Any
+    k_columns: Any
+    v_row: Any
+    v_head: Any
+    v_columns: Any
 
 
 class Tokens(NamedTuple):
@@ -99,13 +114,14 @@ class Tokens(NamedTuple):
 
 
 class CachedRows(NamedTuple):
-    """Both of them, and the constants: rows of a page, 0 without pages, and boxes of the descriptors in a tile of
-    keys."""
+    """Both of them, and the constants: rows of a page, 0 without pages; boxes of the descriptors in a tile of keys; and
+    whether threads copy the rows, because the boxes would be too small."""
 
     addresses: CacheAddresses
     numbers: CacheNumbers
     page_size: int
     loads: int
+    copied: bool
 
     @staticmethod
     def from_call(
@@ -119,7 +135,12 @@ class CachedRows(NamedTuple):
         """Describes the cache for a kernel with tiles of so many keys. `most_left`: packed sequences of up to so many
         queries are left to another kernel. `flags`, `some`: as in `CacheNumbers`."""
         lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
-        (k_outer, k_row, _), (v_outer, v_row, _) = call.cache_strides
+        (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
+        box, copied = box_rows(call.page_size, block_n), not call.moves_pages
+        cache = pointer_to(call.dtype if copied else None, 16)
+        k_apart, v_apart = (int32(each // TOGETHER.value if copied else None) for each in (k_row, v_row))
+        k_heads, v_heads = (int64(each if copied else None, TOGETHER.value) for each in (k_head, v_head))
+        k_columns, v_columns = call.shape[-2:] if copied else (None, None)
         factors = dict(zip("kv", call.descale_strides))
         addresses = CacheAddresses(
             lengths=pointer_to(lengths),
@@ -131,6 +152,8 @@ class CachedRows(NamedTuple):
             **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
             tree=pointer_to(tree),
             token_starts=pointer_to(None if tokens is None else tokens.dtype),
+            k_rows=cache,
+            v_rows=cache,
         )
         of_sequence, of_query, columns = call.tree or (None, None, None)
         numbers = CacheNumbers(
@@ -148,13 +171,19 @@ class CachedRows(NamedTuple):
             tree_columns=int32(columns),
             sequences=int32(None if tokens is None else tokens.sequences),
             by_sequence=int32(1 if tokens is not None and tokens.by_sequence else None),
+            k_row=k_apart,
+            k_head=k_heads,
+            k_columns=k_columns,
+            v_row=v_apart,
+            v_head=v_heads,
+            v_columns=v_columns,
         )
-        return CachedRows(addresses, numbers, call.page_size, block_n // box_rows(call.page_size, block_n))
+        return CachedRows(addresses, numbers, call.page_size, 1 if copied else block_n // box, copied)
 
-
-def load_shares(loads: int) -> int:
-    """Warps that load the boxes of a tile of keys: each box is some forty instructions of one."""
-    return 4 if loads >= 4 else 1
+    @property
+    def shares(self) -> int:
+        """Warps that load a tile of keys: each box is some forty instructions of one."""
+        return 4 if self.copied or self.loads >= 4 else 1
 
 
 class KeyPlace(NamedTuple):
@@ -170,7 +199,7 @@ class KeyPlace(NamedTuple):
 
 class KeyTile(NamedTuple):
     """A tile of keys, or of values: all rows of the head (`HeadRows`), and the first one of the tile; in pages also
-    those of its boxes (`box_pages`), and rows from one page to the next."""
+    those of its boxes (`box_pages`), or of its rows (`row_pages`), and rows from one page to the next."""
 
     head: Any
     row: Any
@@ -306,14 +335,15 @@ def sequence_pages(sequence, cache, numbers, batch):
 @gluon.jit
 def box_pages(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: gl.constexpr):
     """The pages of this warp's boxes of a tile of `ROWS` rows from `row` on, of both keys and values. Nothing is looked
-    up past the last row, where it is 0. The producer asks before it waits for a place in the ring."""
+    up before the first row or past the last, where it is 0. The producer asks a tile ahead."""
     BOX: gl.constexpr = desc.block_shape[-3]
     COUNT: gl.constexpr = ROWS // BOX // config.SHARES
     pages = (row * 0,)
     if config.PAGE_SIZE > 0:
         for piece in gl.static_range(COUNT):
             first = row + (SHARE * COUNT + piece) * BOX
-            page = gl.load(table + first // config.PAGE_SIZE, mask=first < length, other=0).to(gl.int32)
+            there = (first >= 0) & (first < length)
+            page = gl.load(table + first // config.PAGE_SIZE, mask=there, other=0).to(gl.int32)
             if piece == 0:
                 pages = (page,)
             else:
@@ -346,6 +376,82 @@ def load_boxes(ring, slot, descriptors, tile, column, config, SHARE: gl.constexp
         if ring.TAIL > 0:
             tail = tile_slice(ring.tail.index(slot.place), piece * BOX, BOX, 2)
             tma_load(descriptors.tail, coordinates(here, first, column + ring.WIDTH, True), full, tail)
+
+
+class CopiedRows(NamedTuple):
+    """The rows of a cache: the address of the first; pieces of `TOGETHER` elements from one row to the next, elements
+    from one head to the next, and columns of a head. 32 bits hold the number of any piece."""
+
+    pointer: Any
+    row: Any
+    head: Any
+    columns: Any
+
+
+@gluon.jit
+def copied_rows(cache, numbers):
+    """Those of keys and values."""
+    keys = CopiedRows(cache.k_rows, numbers.k_row, numbers.k_head, numbers.k_columns)
+    return keys, CopiedRows(cache.v_rows, numbers.v_row, numbers.v_head, numbers.v_columns)
+
+
+@gluon.constexpr_function
+def _copying(width):
+    """How a warp copies rows of so many columns, eight at a time. Four threads have 64 bytes of a row, so each finds
+    one address for all its pieces. The next four have those of the fourth row after it, which lie in other banks."""
+    columns = [[0, 1], [0, 2], [0, 4], *([0, column] for column in (32, 64, 128) if column < width)]
+    lanes = [[0, 8], [0, 16 if width > 16 else 0], [4, 0], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(columns, lanes, [], [], [8, width])
+
+
+@gluon.constexpr_function
+def _copied_rows(width):
+    """The layout of one number for each of the eight rows."""
+    return gl.SliceLayout(1, _copying(width))
+
+
+@gluon.jit
+def row_pages(row, first_seen, length, table, config, ROWS: gl.constexpr, SHARE: gl.constexpr):
+    """As `box_pages`, the pages of this warp's rows of a tile, `[8]` each. For a row that does not count, that of one
+    that does is looked up, which takes fewer registers than not to look."""
+    COUNT: gl.constexpr = ROWS // config.SHARES
+    pages = ()
+    for first in gl.static_range(SHARE * COUNT, (SHARE + 1) * COUNT, 8):
+        rows = gl.maximum(row + first + gl.arange(0, 8, _copied_rows(64)), first_seen)
+        rows = gl.maximum(gl.minimum(rows, length - 1), 0)
+        pages = pages + (gl.load(table + rows // config.PAGE_SIZE).to(gl.int32),)
+    return pages
+
+
+@gluon.jit
+def copy_rows(ring, slot, rows, tile, column, first_seen, config, SHARE: gl.constexpr):
+    """Producer: as `load_boxes`, of pages that TMA does not move. The threads of each of `config.SHARES` warps copy
+    their share of the rows, zeros for those before `first_seen` or past the end. The tile is there once all are."""
+    _copy_chunk(ring.main_operand(slot), rows, tile, column, first_seen, config, SHARE)
+    if ring.TAIL > 0:
+        _copy_chunk(ring.tail_operand(slot), rows, tile, column + ring.WIDTH, first_seen, config, SHARE)
+    release(ring.full.index(slot.place))
+
+
+@gluon.jit
+def _copy_chunk(target, rows, tile, column, first_seen, config, SHARE: gl.constexpr):
+    """Starts to copy this warp's rows of a tile, and their columns from `column` on."""
+    COUNT: gl.constexpr = target.shape[0] // config.SHARES
+    WIDTH: gl.constexpr = target.shape[1]
+    layout: gl.constexpr = _copied_rows(WIDTH)
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, _copying(WIDTH)))[None, :]
+    head = rows.pointer + tile.head.head * rows.head + columns
+    for first in gl.static_range(SHARE * COUNT, (SHARE + 1) * COUNT, 8):
+        row = tile.row + first + gl.arange(0, 8, layout)
+        there = row < tile.head.length
+        if config.HAS_LEFT:
+            there &= row >= first_seen
+        shown = there[:, None] & (columns < rows.columns)
+        place = gl.convert_layout(tile.pages[(first - SHARE * COUNT) // 8], layout, assert_trivial=True)
+        if config.PAGE_SIZE > 1:
+            place = place * tile.apart + row % config.PAGE_SIZE
+        pointers = head + ((place * rows.row).to(gl.int64) * TOGETHER)[:, None]
+        async_copy.async_copy_global_to_shared(target.slice(first, 8, dim=0), pointers, mask=shown)
 
 
 @gluon.jit

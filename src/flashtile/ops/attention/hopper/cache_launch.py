@@ -111,7 +111,8 @@ def plan_chunks(
     rows = CachedRows.from_call(call, config.block_n, most_left, flags, tokens, some)
     dynamic = tiles * lines > programs
     kernel = forward_kernel(described, config, programs, tiles, lines, dynamic=dynamic, splits=splits, cache=rows)
-    kernel = kernel._replace(buffers=dict.fromkeys(("cu_seqlens_k", "token_starts"), "cu_seqlens_q"))
+    buffers = dict.fromkeys(("cu_seqlens_k", "token_starts"), "cu_seqlens_q")
+    kernel = kernel._replace(buffers={**buffers, "k_rows": "k", "v_rows": "v"})
     if by_group:
         kernel = kernel._replace(parameters={**kernel.parameters, **_moved_by_group(described, kernel)})
     lengths, entries, _, table, _, new_starts, tree = call.index_dtypes
@@ -189,7 +190,10 @@ def plan_segments(call: SplitCall, outer: int, device: torch.device) -> Segments
         for name, of in moved.items()
     }
     kernel = kernel._replace(
-        parameters=parameters, buffers={"lse_ptr": "prefix_lse", "lengths": "prefix_lengths"}
+        parameters=parameters,
+        buffers={
+            "lse_ptr": "prefix_lse", "lengths": "prefix_lengths", "k_rows": "k_cache", "v_rows": "v_cache",
+        },
     )  # fmt: skip
     return Segments(kernel, segments, segment, dynamic)
 

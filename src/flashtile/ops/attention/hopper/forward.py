@@ -46,7 +46,7 @@ from flashtile.ops.attention.gpu.parameters import (
     window_parameters,
 )
 from flashtile.ops.attention.gpu.score_writer import score_bounds
-from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
+from flashtile.ops.attention.hopper.cache import CachedRows, copied_rows, sequence_tree
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -153,6 +153,7 @@ class KernelConfig:
     CACHED: gl.constexpr
     PAGE_SIZE: gl.constexpr
     SHARES: gl.constexpr
+    COPIED: gl.constexpr
     KEY_LENGTHS: gl.constexpr
     MASK_ENDS_KEYS: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -177,13 +178,16 @@ class KernelConfig:
 
 
 class Tensors(NamedTuple):
-    """TMA descriptors of each tensor, as `Chunks`; `bias`: a `MovedBias`."""
+    """TMA descriptors of each tensor, as `Chunks`; `bias`: a `MovedBias`; `k_rows`, `v_rows`: `cache.CopiedRows`, if
+    threads copy keys and values, else None."""
 
     q: Any
     k: Any
     v: Any
     out: Any
     bias: Any
+    k_rows: Any
+    v_rows: Any
 
 
 class Problem(NamedTuple):
@@ -301,19 +305,18 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr,
-    TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
+    COPIED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
     SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `parameters.CallConstants`.
     `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. Boxes of the descriptors, of
-    which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `counter_ptr`: two zeros,
-    through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries
-    comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last
-    one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of
-    (`start_scores`).
-    `VALUE_PARTS`: so many tiles of the same rows have a part of the values' columns each. `SCORE_FUNCTION`,
-    `SCORE_READS`: the user's, and what it reads (`modifiers`). `max_scores_ptr`: the largest score of each row. A
-    parameter that a call does not need is None.
+    which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `COPIED`: their threads copy
+    the rows instead. `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do.
+    `BATCH_FIRST`: the same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask
+    is the same for all rows, and keys past the last one that it shows are left out. `SCORE_COLUMNS`: of the first
+    chunk, those that scores are products of (`start_scores`). `VALUE_PARTS`: so many tiles of the same rows have a part
+    of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads (`modifiers`).
+    `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -327,6 +330,7 @@ def attention_forward_kernel(
         CACHED=CACHED,
         PAGE_SIZE=PAGE_SIZE,
         SHARES=SHARES,
+        COPIED=COPIED,
         KEY_LENGTHS=problem.side.key_lengths is not None,
         MASK_ENDS_KEYS=MASK_ENDS_KEYS,
         HAS_LEFT=constants.HAS_LEFT,
@@ -344,26 +348,34 @@ def attention_forward_kernel(
         SCORE_READS=SCORE_READS,
         MAX_SCORES=max_scores_ptr is not None,
     )
+    k_rows = None
+    v_rows = None
+    if COPIED:
+        k_rows, v_rows = copied_rows(problem.cache, problem.cache_numbers)
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
         k=Chunks(k_desc, k_tail_desc),
         v=Chunks(v_desc, v_tail_desc),
         out=Chunks(out_desc, out_tail_desc),
         bias=MovedBias(bias_desc, problem.numbers.bias),
+        k_rows=k_rows,
+        v_rows=v_rows,
     )
     keys = tensors.k
     k_tail = None
     if STAGES == 1 and k_tail_desc is not None:
         keys = Chunks(k_desc, None)
-        k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES)
+        tail = Chunks(k_tail_desc, None)
+        k_tail = make_ring(tail, STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES, COPIED=COPIED)
     bias_tiles = None
     if bias_desc is not None:
         bias_tiles = make_bias_tiles(bias_desc, STAGES, CONSUMERS)
     q_ring = make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS)
-    k_ring = make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES)
+    k_ring = make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES, COPIED=COPIED)
+    OWN: gl.constexpr = CACHED and constants.HAS_LEFT and not COPIED
     v_ring = make_ring(
-        tensors.v, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES, OWN=CACHED and constants.HAS_LEFT
-    )  # fmt: skip
+        tensors.v, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES, OWN=OWN, COPIED=COPIED
+    )
     rings = Rings(q=q_ring, k=k_ring, k_tail=k_tail, v=v_ring, bias=bias_tiles)
     out_tiles = None
     if OUT_PLACES > 0:
@@ -705,6 +717,7 @@ def forward_kernel(
     covered = call.is_covered(config.block_m, config.block_n)
     side = side_parameters(call, covered=covered, by_column=False, staged=True, group=call.group)
     bounds = score_bounds(call) if covered else None
+    copied = cache is not None and cache.copied
     parameters = {
         **_moved_tensors(call, config, cache),
         "lse_ptr": pointer_to(torch.float32),
@@ -715,13 +728,14 @@ def forward_kernel(
     }
     constants = {
         **named_constants(config),
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "PRODUCER_REGISTERS": config.left_registers if copied else PRODUCER_REGISTERS,
         "OUT_PLACES": out_places(config, *call.head_dims, dtype),
         "QUERY_PLACES": query_places(config, *call.head_dims, dtype),
         "PACKED": call.packed,
         "CACHED": cache is not None,
         "PAGE_SIZE": 0 if cache is None else cache.page_size,
-        "SHARES": 1 if cache is None or config.stages == 1 else load_shares(cache.loads),
+        "SHARES": 1 if cache is None or config.stages == 1 else cache.shares,
+        "COPIED": copied,
         "TOP_LEFT": spec.banded and spec.top_left,
         # A table may be larger than keys and values: thread blocks that read the same part run at the same time.
         "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_is_shared_by_batch, (aux.bias, aux.mask))),

@@ -8,8 +8,10 @@ from flashtile.ops.attention.hopper.cache import (
     KeyTile,
     box_pages,
     clear_rows,
+    copy_rows,
     load_boxes,
     locate_in_cache,
+    row_pages,
     tile_pages,
 )
 from flashtile.ops.attention.hopper.modifiers import (
@@ -112,7 +114,8 @@ def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
 
 @gluon.jit
 def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
-    """Another warp, where tiles of keys are many boxes of pages: loads its share of those of each tile."""
+    """Another warp, where tiles of keys are many boxes of pages, or their rows are copied: loads its share of those of
+    each tile."""
     N: gl.constexpr = rings.k.ROWS
     tiles_received = 0
     key_tiles = 0
@@ -127,13 +130,16 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
         place = tile_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
         head = HeadRows(tile.sequence, of_queries // problem.group, 0, keys)
         seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
+        pages = share_pages(tensors.k, (visited.end - 1) * N, seen, keys, place, config, N, SHARE=SHARE)
         for done in range(0, visited.end - visited.begin):
             row = (visited.end - 1 - done) * N
             slot = key_slot(rings, key_tiles)
-            pages = box_pages(tensors.k.main, row, keys, place.table, config, N, SHARE)
+            here = pages
             rings.k.wait_empty(slot)
-            load_keys(slot, KeyTile(head, row, pages, place.k_apart), tile, rings, tensors, config, SHARE)
-            v_tile = KeyTile(head, row, pages, place.v_apart)
+            load_keys(slot, KeyTile(head, row, here, place.k_apart), tile, seen, rings, tensors, config, SHARE=SHARE)
+            # Those of the next tile are looked up while the values wait for their place.
+            pages = share_pages(tensors.k, row - N, seen, keys, place, config, N, SHARE=SHARE)
+            v_tile = KeyTile(head, row, here, place.v_apart)
             load_values(slot, v_tile, 0, seen, rings, tensors, config, SHARE=SHARE)
             key_tiles += 1
         tile = receive_query_tile(queue, tiles_received, config)
@@ -209,15 +215,16 @@ def produce_tile(number, tiles_published, key_tiles, producer):
         column = value_column(part, rings, config)
         seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
         row_before = 0
+        pages = (0,)
+        if config.PAGE_SIZE > 0:
+            pages = share_pages(tensors.k, (key_end - 1) * N, seen, keys, place, config, N, SHARE=0)
         for done in range(0, key_end - key_begin):
             n = key_end - 1 - done
             if config.TILE_Q > 0:
                 n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
             row = n * N
             slot = key_slot(rings, key_tiles)
-            pages = (0,)
-            if config.PAGE_SIZE > 0:
-                pages = box_pages(tensors.k.main, row, keys, place.table, config, N, 0)
+            here = pages
             rings.k.wait_empty(slot)
             if config.TILE_Q > 0:
                 write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
@@ -225,19 +232,19 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             head = at.head // problem.group
             k_head = HeadRows(at.sequence, head, place.k_begin, keys)
             v_head = HeadRows(at.sequence, head, place.v_begin, keys)
-            load_keys(slot, KeyTile(k_head, row, pages, place.k_apart), at, rings, tensors, config, 0)
+            load_keys(slot, KeyTile(k_head, row, here, place.k_apart), at, seen, rings, tensors, config, SHARE=0)
+            if config.PAGE_SIZE > 0:
+                pages = share_pages(tensors.k, row - N, seen, keys, place, config, N, SHARE=0)
             if config.ONE_STAGE:
                 # Keys become free before the values of the tile before, so they are loaded before these.
                 if done > 0:
                     before = key_slot(rings, key_tiles - 1)
-                    pages = (0,)
-                    if config.PAGE_SIZE > 0:
-                        pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
-                    v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
+                    here = share_pages(tensors.v, row_before, seen, keys, place, config, N, SHARE=0)
+                    v_tile = KeyTile(v_head, row_before, here, place.v_apart)
                     load_values(before, v_tile, column, seen, rings, tensors, config, SHARE=0)
                 row_before = row
             else:
-                v_tile = KeyTile(v_head, row, pages, place.v_apart)
+                v_tile = KeyTile(v_head, row, here, place.v_apart)
                 load_values(slot, v_tile, column, seen, rings, tensors, config, SHARE=0)
             key_tiles += 1
         # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
@@ -246,9 +253,7 @@ def produce_tile(number, tiles_published, key_tiles, producer):
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             v_head = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
-            pages = (0,)
-            if config.PAGE_SIZE > 0:
-                pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
+            pages = share_pages(tensors.v, row_before, seen, keys, place, config, N, SHARE=0)
             v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
             load_values(last, v_tile, column, seen, rings, tensors, config, SHARE=0)
     else:
@@ -348,11 +353,24 @@ def key_slot(rings, key_tiles):
 
 
 @gluon.jit
-def load_keys(slot, tile, at, rings, tensors, config, SHARE: gl.constexpr):
+def share_pages(descriptors, row, seen, keys, place, config, N: gl.constexpr, SHARE: gl.constexpr):
+    """The pages of this warp's share of a `KeyTile` from row `row` on; `seen`: a `ClearedRows`."""
+    pages = (0,)
+    if config.COPIED:
+        pages = row_pages(row, seen.first, keys, place.table, config, N, SHARE=SHARE)
+    elif config.PAGE_SIZE > 0:
+        pages = box_pages(descriptors.main, row, keys, place.table, config, N, SHARE)
+    return pages
+
+
+@gluon.jit
+def load_keys(slot, tile, at, seen, rings, tensors, config, SHARE: gl.constexpr):
     """Loads a `KeyTile` into a slot whose first chunk is free, and its bias for the queries `at` a `LocatedTile`.
-    `SHARE`: of the boxes that pages are loaded in."""
+    `seen`: a `ClearedRows`. `SHARE`: of the boxes, or rows, that pages are loaded in."""
     BOUNDED: gl.constexpr = ends_at_lengths(config)
-    if config.PAGE_SIZE > 0:
+    if config.COPIED:
+        copy_rows(rings.k, slot, tensors.k_rows, tile, 0, seen.first, config, SHARE=SHARE)
+    elif config.PAGE_SIZE > 0:
         load_boxes(rings.k, slot, tensors.k, tile, 0, config, SHARE, barrier=slot.place)
     else:
         BIAS_BYTES: gl.constexpr = bias_bytes(rings.bias, config.CONSUMERS)
@@ -365,7 +383,9 @@ def load_keys(slot, tile, at, rings, tensors, config, SHARE: gl.constexpr):
     if rings.k_tail is not None:
         tail = Chunks(tensors.k.tail, None)
         rings.k_tail.wait_empty(slot)
-        if config.PAGE_SIZE > 0:
+        if config.COPIED:
+            copy_rows(rings.k_tail, slot, tensors.k_rows, tile, rings.k.WIDTH, seen.first, config, SHARE=SHARE)
+        elif config.PAGE_SIZE > 0:
             load_boxes(rings.k_tail, slot, tail, tile, rings.k.WIDTH, config, SHARE, barrier=slot.place)
         else:
             rings.k_tail.load(slot, tail, tile.head, tile.row, BOUNDED, rings.k.WIDTH)
@@ -375,7 +395,9 @@ def load_keys(slot, tile, at, rings, tensors, config, SHARE: gl.constexpr):
 def load_values(slot, tile, column, seen, rings, tensors, config, SHARE: gl.constexpr):
     """Loads a `KeyTile` of values, from a column on, as soon as its slot is free. `seen`: a `ClearedRows`."""
     rings.v.wait_empty(slot)
-    if config.CACHED and config.HAS_LEFT:
+    if config.COPIED:
+        copy_rows(rings.v, slot, tensors.v_rows, tile, column, seen.first, config, SHARE=SHARE)
+    elif config.CACHED and config.HAS_LEFT:
         last = tile.row == seen.last_tile
         barrier = gl.where(last, rings.v.STAGES + SHARE, slot.place)
         load_boxes(rings.v, slot, tensors.v, tile, column, config, SHARE, barrier=barrier)

@@ -15,7 +15,16 @@ packed sequences apart (`coordinates`).
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import aggregate, async_copy, gl, gluon, mbarrier, reinterpret, tma_load
+from flashtile._backends.gluon import (
+    aggregate,
+    async_copy,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+)
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -73,9 +82,10 @@ class Ring:
     TAIL: gl.constexpr
     STAGES: gl.constexpr
     PARTS: gl.constexpr
+    COPIED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, tail, full, empty, ROWS, WIDTH, TAIL, STAGES, PARTS):
+    def __init__(self, tiles, tail, full, empty, ROWS, WIDTH, TAIL, STAGES, PARTS, COPIED):
         self.tiles = tiles
         self.tail = tail
         self.full = full
@@ -85,6 +95,7 @@ class Ring:
         self.TAIL = gl.constexpr(TAIL)
         self.STAGES = gl.constexpr(STAGES)
         self.PARTS = gl.constexpr(PARTS)
+        self.COPIED = gl.constexpr(COPIED)
 
     @gluon.jit
     def slot(self, count, PART: gl.constexpr = 0):
@@ -119,8 +130,11 @@ class Ring:
 
     @gluon.jit
     def acquire(self, slot):
-        """Consumer: waits until the tile is there."""
+        """Consumer: waits until the tile is there, for products to read. What TMA brings these see at once; what
+        threads have copied, behind a fence."""
         mbarrier.wait(self.full.index(slot.place), slot.phase)
+        if self.COPIED:
+            fence_async_shared()
 
     @gluon.jit
     def operand(self, slot):
@@ -183,11 +197,11 @@ def release(barrier):
 @gluon.jit
 def make_ring(
     descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, KEYS: gl.constexpr = 0,
-    WRITERS: gl.constexpr = 1, OWN: gl.constexpr = False,
+    WRITERS: gl.constexpr = 1, OWN: gl.constexpr = False, COPIED: gl.constexpr = False,
 ):  # fmt: skip
     """A ring of tiles as wide as the boxes of the descriptors, of as many rows or of `KEYS`, each filled by `WRITERS`
     warps and emptied by `READERS` consumers. `OWN`: each of the warps has a full barrier of its own, behind those of
-    the tiles.
+    the tiles. `COPIED`: threads of the warps copy the tiles, and each arrives for itself.
 
     With 0 it is loaded once, and has no barriers for being empty: where nobody waits for a barrier, the compiler lays
     tiles over it, and what made the barrier may come after what TMA loads there."""
@@ -196,16 +210,17 @@ def make_ring(
     ROWS: gl.constexpr = KEYS if KEYS > 0 else desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tiles = gl.allocate_shared_memory(desc.dtype, _ring_shape(STAGES * PARTS, ROWS, desc.block_shape), desc.layout)
-    full = barriers(STAGES * PARTS, WRITERS, WRITERS if OWN else 0)
+    full = barriers(STAGES * PARTS, WRITERS * (32 if COPIED else 1), WRITERS if OWN else 0)
     empty = full
     if READERS > 0:
         empty = barriers(STAGES * PARTS, READERS * WARPGROUP)
     if tail_desc is None:
-        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES=STAGES, PARTS=PARTS)
+        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES=STAGES, PARTS=PARTS, COPIED=COPIED)
     else:
         tail_shape: gl.constexpr = _ring_shape(STAGES * PARTS, ROWS, tail_desc.block_shape)
         tail = gl.allocate_shared_memory(desc.dtype, tail_shape, tail_desc.layout)
-        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES=STAGES, PARTS=PARTS)
+        TAIL: gl.constexpr = tail_desc.block_shape[-1]
+        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, TAIL, STAGES=STAGES, PARTS=PARTS, COPIED=COPIED)
     return ring
 
 

@@ -42,6 +42,7 @@ from flashtile.ops.common.split_keys.rows import (
     TableStrides,
     Window,
 )
+from flashtile.ops.common.tiles import box_rows
 
 
 class Cut(NamedTuple):
@@ -61,6 +62,9 @@ def wide_cut(dtype: torch.dtype, head_dim: int, head_dim_v: int, facts: DeviceFa
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
+
+#: Rows of a page that TMA moves at least: those that are swizzled together.
+_MOVED_ROWS = 8
 
 _Shape = tuple[int, ...]
 
@@ -146,6 +150,12 @@ class SplitCall(NamedTuple):
         batch, seq_q, *_ = self.shape
         longest = ((self.total_q or 0) - batch) // max(seq_q - 1, 1)
         return max(1, min(batch, batch - longest))
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages, if there are any, are boxes that TMA moves, of at least the rows that are swizzled
+        together."""
+        return box_rows(self.page_size, _MOVED_ROWS) == _MOVED_ROWS
 
     @property
     def cache_itemsize(self) -> int:

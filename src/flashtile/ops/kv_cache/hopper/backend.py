@@ -12,7 +12,6 @@ import torch
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts, interpreting
 from flashtile.ops.common.split_keys.configs import half_tiles_lose
-from flashtile.ops.common.tiles import box_rows
 
 if TYPE_CHECKING:
     from flashtile.ops.common.split_keys.plan import SplitCall
@@ -24,11 +23,13 @@ _Condition = tuple[bool, str]
 _QUERY_ROWS, _WIDEST = 64, 512
 #: Multiprocessors with a tile of the forward at least, as a share of all, where rows are gathered for it.
 _LEAST_SHARE = 0.5
-#: Keys of a tile.
-_TILE = 64
-#: Where rows are gathered first: the queries of a sequence from which on that is faster, and bytes of the gathered rows
-#: at most.
-_GATHERED_FROM, _WORKSPACE = 64, 2**30
+#: Where rows are gathered first: the queries of a sequence from which on that is faster than the portable kernel; those
+#: of the longest from which on, in 16 bits, it is faster than copies by the forward; and bytes of the gathered rows at
+#: most. µs on an H200, pages of 1, 32 / 8 heads of 128, 4 sequences of 16,384 rows, gathered and copied by the forward:
+#: 64 queries 248 and 151 (dense 112), 256 505 and 462 (354).
+_GATHERED_LEAST, _GATHERED_LONGEST, _WORKSPACE = 64, 512, 2**30
+#: Elements of a cache with pages that TMA does not move, at most: 32 bits number what a thread copies at a time.
+_COPIED_ELEMENTS = 2**34
 #: Where rows of a latent cache are gathered first: rows of a tile of the portable kernel, which would read a cached row
 #: for each, and of the latent kernel; and how many gathered bytes take as long as one that the portable kernel reads.
 #: H200, a token for each of 32 sequences of 8,192 rows, 16 heads: 242 µs, portable 269, with 1.6 times the bytes (pages
@@ -47,8 +48,6 @@ _FEW_PAIRS, _STEP_ROWS, _STEP_WIDEST = 0.5, 16, 256
 _TOGETHER = 8
 #: Columns of rows that the latent kernel widens.
 _WIDENED_COLUMNS = 576
-#: Rows of the cache that a copy moves at least: those that are swizzled together.
-_LEAST_BOX = 8
 
 
 def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | None:
@@ -59,7 +58,7 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
     queries = (batch, seq_q) if call.total_q is None else (1, call.total_q)
     right = call.window_right
     aligned = call.misalignment % _ALIGNED == 0
-    if is_gathered(call):
+    if _gathers_or_widens(call):
         of_rows = [
             (call.dtype in (torch.float16, torch.bfloat16), "it takes q in a 16-bit dtype"),
             (aligned, f"it takes addresses at multiples of {_ALIGNED} bytes"),
@@ -81,7 +80,7 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
                 aligned and row % 8 == 0 and row > 0 and outer % row == 0,
                 "TMA reads rows at multiples of 16 bytes, and entries or pages at multiples of a row",
             ),
-            _has_moved_pages(call),
+            (call.moves_pages, f"8 divides the pages that it takes, not {call.page_size}"),
         ]
     return _first_reason(
         [
@@ -100,10 +99,15 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
     )
 
 
+def _gathers_or_widens(call: SplitCall) -> bool:
+    """Whether TMA does not move the rows of a latent cache as they are, outside of the batch-invariant mode."""
+    return is_gathered(call) or (call.cut is None and not call.moves_pages)
+
+
 def gathers_latent(call: SplitCall) -> bool:
     """Whether rows of a latent cache are gathered first. The kernel widens those of 8 bits itself if it can, unless
     many tiles of rows would do that again."""
-    if not is_gathered(call):
+    if not _gathers_or_widens(call):
         return False
     *_, head_dim, _ = call.shape
     outer, row, _ = call.cache_strides[0]
@@ -139,7 +143,7 @@ def most_left(call: SplitCall) -> int:
     """Queries of a sequence up to which the portable kernel serves it: those that fill one of its tiles, or too few to
     gather rows for them."""
     _, _, heads, heads_kv, *_ = call.shape
-    least = _GATHERED_FROM - 1 if is_gathered(call) else 1
+    least = _GATHERED_LEAST - 1 if is_gathered(call) else 1
     return max(_QUERY_ROWS * heads_kv // heads, least)
 
 
@@ -157,11 +161,11 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
     if call.num_splits:
         return "it chooses the splits of keys"
     if tiles < _LEAST_SHARE * multiprocessors:
-        if is_gathered(call):
-            return "for so few tiles rows are not gathered"
+        if call.cache_itemsize == 1:
+            return "for so few tiles rows are not widened"
         if half_tiles_lose(seq_q, *call.shape[-2:]):
             return "a tile of queries of each head would be half empty"
-    return unreadable_by_forward(call)
+    return unreadable_by_forward(call, is_gathered(call))
 
 
 def segment_call(call: SplitCall, shared: int) -> SplitCall:
@@ -186,12 +190,11 @@ def segments_unsupported_reason(call: SplitCall, of_prefix: SplitCall, device: D
         or _first_reason(
             [
                 _has_16_bits(call),
-                _has_moved_pages(call),
                 (not call.num_splits, "it chooses the splits of keys"),
                 (call.index_dtypes[1] is None, "the entry of sequence 0 is not known"),
             ]
         )
-        or unreadable_by_forward(of_prefix)
+        or unreadable_by_forward(of_prefix, gathered=False)
     )
 
 
@@ -212,10 +215,12 @@ def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
 
 def shares_steps(call: SplitCall, multiprocessors: int) -> bool:
     """Whether thread blocks share the keys of a sequence (`steps`), which the forward serves in the batch-invariant
-    mode: each has one query at most, there are few, and nothing depends on the head or the place of a key."""
+    mode: each has one query at most, there are few, TMA moves the pages, and nothing depends on the head or the place
+    of a key."""
     batch, seq_q, heads, heads_kv, *head_dims = call.shape
     few = (call.total_q or batch) * heads_kv <= _FEW_PAIRS * multiprocessors
-    return seq_q == 1 and call.is_plain and few and heads // heads_kv <= _STEP_ROWS and max(head_dims) <= _STEP_WIDEST
+    alike = call.is_plain and call.moves_pages
+    return seq_q == 1 and alike and few and heads // heads_kv <= _STEP_ROWS and max(head_dims) <= _STEP_WIDEST
 
 
 def mixes_tokens(call: SplitCall) -> bool:
@@ -227,9 +232,12 @@ def mixes_tokens(call: SplitCall) -> bool:
 
 
 def is_gathered(call: SplitCall) -> bool:
-    """Whether rows are gathered first (`gather`): TMA moves no such pages, or they are widened. Not in
-    the batch-invariant mode."""
-    return call.cut is None and (call.cache_itemsize == 1 or not _has_moved_pages(call)[0])
+    """Whether the forward has rows gathered first (`gather`): they are widened, or are far more queries than the copies
+    of rows by the forward itself. Not in the batch-invariant mode."""
+    _, seq_q, *_ = call.shape
+    if call.cut is not None or call.cache_itemsize == 1:
+        return call.cut is None
+    return not call.moves_pages and seq_q >= _GATHERED_LONGEST and not _first_reason(_gathering_chunks(call))
 
 
 def gathered_sequences(call: SplitCall, least: int) -> int:
@@ -257,22 +265,29 @@ def _gathering(call: SplitCall, sequences: int, columns: int) -> list[_Condition
     ]
 
 
-def unreadable_by_forward(call: SplitCall) -> str | None:
-    """Why it cannot read the caches, q or out as they lie; None where it can, or where rows are gathered first."""
+def _gathering_chunks(call: SplitCall) -> list[_Condition]:
+    """What must hold where rows are gathered for the forward."""
+    heads_kv, *head_dims = call.shape[3:]
+    sequences = gathered_sequences(call, _GATHERED_LEAST)
+    return [
+        (all(columns % _TOGETHER == 0 for columns in head_dims), "TMA moves multiples of 16 bytes"),
+        *_gathering(call, sequences, heads_kv * sum(head_dims)),
+    ]
+
+
+def unreadable_by_forward(call: SplitCall, gathered: bool) -> str | None:
+    """Why it cannot read the caches, q or out as they lie, or have rows gathered first; None where it can."""
     read = call.strides
-    if is_gathered(call):
+    if gathered:
         read = call.strides[:1]
-        heads_kv, *head_dims = call.shape[3:]
-        sequences = gathered_sequences(call, most_left(call) + 1)
-        conditions = [
-            _has_range(call),
-            (all(columns % _TOGETHER == 0 for columns in call.shape[-2:]), "TMA moves multiples of 16 bytes"),
-            *_gathering(call, sequences, heads_kv * sum(head_dims)),
-        ]
+        conditions = [_has_range(call), *_gathering_chunks(call)]
     else:
         (outer_k, row_k, _), (outer_v, row_v, _) = call.cache_strides
         conditions = [
-            _has_moved_pages(call),
+            (
+                call.moves_pages or call.pages * max(outer_k, outer_v) <= _COPIED_ELEMENTS,
+                f"8 divides the pages of caches with more than {_COPIED_ELEMENTS} elements, not {call.page_size}",
+            ),
             (
                 row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
                 "entries or pages lie whole rows apart",
@@ -297,11 +312,6 @@ def _runs_on(device: DeviceFacts) -> _Condition:
 def _has_16_bits(call: SplitCall) -> _Condition:
     one_dtype = call.dtype in (torch.float16, torch.bfloat16) and call.cache_dtype in (None, call.dtype)
     return one_dtype, "it takes q and the cache in one 16-bit dtype"
-
-
-def _has_moved_pages(call: SplitCall) -> _Condition:
-    moved = box_rows(call.page_size, _TILE) >= _LEAST_BOX
-    return moved, f"8 divides the pages that it takes, not {call.page_size}"
 
 
 def _first_reason(conditions: Sequence[_Condition]) -> str | None:

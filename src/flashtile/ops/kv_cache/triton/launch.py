@@ -233,7 +233,7 @@ def _plan(facts: CacheFacts) -> CachePlan:
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks, plan_steps
 
     if spec.batch_invariant:
-        if reason := unreadable_by_forward(call):
+        if reason := unreadable_by_forward(call, gathered=False):
             raise ValueError(
                 f"k_cache: expected pages and strides that the forward of attention reads in the batch-invariant mode: "
                 f"{reason}; choose others, or leave the mode"
