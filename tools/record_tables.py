@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "docs/figures.md", "docs/which_one.md", "docs/kv_cache.md")]
+_GUIDES = ("figures", "which_one", "kv_cache", "training_evidence")
+DOCUMENTS = [ROOT / name for name in ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))]
 _PLACE = re.compile(
     r"(?<=<!-- )([\w-]+)(?=, by tools/record_tables\.py -->\n\n)"
     r"((?:[^|*\n].*\n\n)?)((?:\|.*\n)*\n?)(?:\*Older code: .*\n\n)?"
@@ -348,6 +349,40 @@ def training() -> list[list[str]]:
     return table
 
 
+def pathfinder() -> list[list[str]]:
+    """Means over seeds."""
+    table = [["task", "attention", "accuracy, %", "seeds", "steps", "ms a step", "peak MiB"]]
+    rows = rows_of("h200-training-pathfinder")
+    for impl in dict.fromkeys(row["impl"] for row in rows):
+        found = [row for row in rows if row["impl"] == impl]
+        accuracies = [100 * row["accuracy"] for row in found]
+        accuracy = f"{statistics.mean(accuracies):.1f} ± {statistics.stdev(accuracies):.1f}"
+        ms, steps = statistics.mean(row["ms"] for row in found), str(found[0]["case"]["steps"])
+        sizes = str(len(found)), steps, f"{ms:.2f}", f"{found[0]['peak_mib']:,.0f}"
+        table.append(["pathfinder", impl, accuracy, *sizes])
+    return table
+
+
+def curves() -> list[list[str]]:
+    table = [["model", "implementation", "steps", "loss, mean of the last tenth", "ms a step"]]
+    for row in rows_of("h200-training-curves"):
+        loss = statistics.mean(row["curve"][-len(row["curve"]) // 10 :])
+        steps = str(row["case"]["steps"])
+        table.append([row["case"]["model"], row["impl"], steps, f"{loss:.4f}", f"{row['ms']:.1f}"])
+    return table
+
+
+def steps(record: str, **sizes: Any) -> list[list[str]]:
+    """Training steps of the cases of some sizes, without those under torch.compile."""
+    table = [["model", "context", "batch", "implementation", "ms", "tokens/s", "of the peak", "MiB"]]
+    for row in rows_of(record):
+        case = row["case"]
+        if sizes.items() <= case.items() and "compile" not in row["impl"]:
+            figures = f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.1%}", f"{row['peak_mib']:,.0f}"
+            table.append([case["model"], str(case["S"]), str(case["B"]), row["impl"], *figures])
+    return table
+
+
 def decoding() -> list[list[str]]:
     """GB/s of the cache with one query."""
     found = {
@@ -497,12 +532,14 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "hopper-speeds": hopper_speeds, "readme-speeds": readme_speeds, "which-one": which_one, "values": values,
     "random-shapes": random_shapes, "functions": functions, "companions": companions, "training": training,
     "decoding": decoding, "serving-chunks": serving_chunks, "serving-kinds": serving_kinds, "on-a-cpu": on_a_cpu,
-    "several-gpus": several_gpus, "host-time": host_time,
+    "several-gpus": several_gpus, "host-time": host_time, "pathfinder": pathfinder, "curves": curves,
+    "longer-sequences": partial(steps, "h200-training-contexts", model="gpt2-small", S=4096),
+    "bert": partial(steps, "h200-training-bert", B=64),
 }  # fmt: skip
 
 
-#: Tables that stand for whole pages, not for the code of a record.
-_SUMMARIES = {"readme-speeds", "which-one"}
+#: Tables that stand for whole pages, not for the code of a record, or whose page says how old they are.
+_SUMMARIES = {"readme-speeds", "which-one", "pathfinder", "curves", "longer-sequences", "bert"}
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,3 +226,11 @@ def test_scripts_run_on_a_gpu(text, tmp_path):
     rows = json.loads(output.read_text())["rows"]
     ((largest, _),) = differences(rows).values()
     assert largest < 0.05, [row["curve"] for row in rows]
+
+
+def test_the_figures_of_the_document_are_those_of_the_record():
+    record = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu-gpt2-curves.json"
+    eager, ours = (row["curve"] for row in json.loads(record.read_text())["rows"])
+    assert len(eager) == len(ours) == 1000
+    assert 0 < max(abs(a - b) for a, b in zip(eager, ours)) <= 1e-6
+    assert sum(eager[-100:]) / 100 < eager[0] - 2
