@@ -19,13 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from flashtile.bench.record import Recorder, command_line, make_row
+from benchmarks.common import Program
+from flashtile.bench.record import make_row
 from flashtile.integrations.transformers import register
 
 
@@ -107,13 +107,30 @@ def measure(
     return row, answers
 
 
+def make_program() -> Program:
+    program = Program("continuous_batching", __doc__, "implementation")
+    add = program.add_argument
+    add("--implementations", nargs="+", default=["flashtile", "sdpa"], help="names of attention in transformers")
+    add("--requests", type=int, default=64)
+    add("--prompt", type=int, default=2048, help="tokens of the longest prompt")
+    add("--new-tokens", type=int, default=128, help="of each request")
+    add("--batch-tokens", type=int, default=2048, help="tokens of a step at most")
+    add("--page", type=int, default=32, help="tokens of a page")
+    add("--layers", type=int, default=16)
+    add("--heads", type=int, default=32)
+    add("--heads-kv", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--vocabulary", type=int, default=32000)
+    add("--runs", type=int, default=2, help="of each implementation, after a first one that does not count")
+    add("--graphs", action=argparse.BooleanOptionalAction, help="CUDA graphs; default: as transformers chooses")
+    return program
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    options, device, recorder = make_program().start(arguments)
     transformers.logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     register()
-    recorder = Recorder(device, command_line("python -m benchmarks.continuous_batching", arguments), options.output)
     model, prompts = make_model(options, device), make_prompts(options)
     print(f"{len(prompts)} requests, {sum(map(len, prompts))} tokens of prompts, {options.new_tokens} new tokens each")
     first: list[list[int]] | None = None
@@ -128,29 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"    tokens of each request before the first difference: {first_differences(answers, first)}")
         first = first or answers
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.continuous_batching", description=__doc__.partition("\n")[0]
-    )
-    add = parser.add_argument
-    add("--implementations", nargs="+", default=["flashtile", "sdpa"], help="names of attention in transformers")
-    add("--requests", type=int, default=64)
-    add("--prompt", type=int, default=2048, help="tokens of the longest prompt")
-    add("--new-tokens", type=int, default=128, help="of each request")
-    add("--batch-tokens", type=int, default=2048, help="tokens of a step at most")
-    add("--page", type=int, default=32, help="tokens of a page")
-    add("--layers", type=int, default=16)
-    add("--heads", type=int, default=32)
-    add("--heads-kv", type=int, default=8)
-    add("--head-dim", type=int, default=128)
-    add("--vocabulary", type=int, default=32000)
-    add("--runs", type=int, default=2, help="of each implementation, after a first one that does not count")
-    add("--graphs", action=argparse.BooleanOptionalAction, help="CUDA graphs; default: as transformers chooses")
-    add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    add("--output", type=Path, help="file for the record, written after every implementation")
-    return parser
 
 
 if __name__ == "__main__":

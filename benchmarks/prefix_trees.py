@@ -12,14 +12,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.record import Recorder, command_line, make_row
+from benchmarks.common import Program
+from flashtile.bench.record import make_row
 from flashtile.bench.timing import Uncaptured, make_timer, step_facts, typical
 from flashtile.models import GPT, GPTConfig
 from flashtile.prefix_trees import PrefixTree
@@ -131,37 +131,17 @@ def measure(options: argparse.Namespace, completions: int, device: torch.device)
         timer = make_timer(Uncaptured(call), device)
         rows.append(
             make_row(
-                "prefix-trees",
-                "fwd+bwd",
-                name,
-                case,
-                ms=typical(timer.sample(options.seconds), timer.kind),
-                error=(found - expected).abs().max().item(),
-                timer=timer.kind,
-                saved_mib=round(saved / 2**20, 1),
+                "prefix-trees", "fwd+bwd", name, case, ms=typical(timer.sample(options.seconds), timer.kind),
+                error=(found - expected).abs().max().item(), timer=timer.kind, saved_mib=round(saved / 2**20, 1),
                 **step_facts(call, device),
             )
-        )
+        )  # fmt: skip
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    recorder = Recorder(device, command_line("python -m benchmarks.prefix_trees", arguments), options.output)
-    for completions in options.completions:
-        rows = measure(options, completions, device)
-        recorder.add(rows)
-        print(f"{completions} completions of a prompt of {options.prompt} tokens")
-        for row in rows:
-            memory = f"peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else f"saved {row['saved_mib']:.0f} MiB"
-            print(f"  {row['impl']:24} {row['ms']:9.1f} ms   {memory}", flush=True)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix_trees", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
+    program = Program("prefix_trees", __doc__, "case")
+    add = program.add_argument
     add("--completions", type=int, nargs="+", default=[8, 16], help="of one prompt; several are several cases")
     add("--prompt", type=int, default=2048, help="tokens of the prompt")
     add("--completion", type=int, default=512, help="tokens of the longest completion")
@@ -170,9 +150,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=int, default=12)
     add("--vocabulary", type=int, default=50304)
     add("--seconds", type=float, default=2.0, help="for the samples of each implementation")
-    add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    add("--output", type=Path, help="file for the record, written after every case")
-    return parser
+    options, device, recorder = program.start(arguments)
+    for completions in options.completions:
+        rows = measure(options, completions, device)
+        recorder.add(rows)
+        print(f"{completions} completions of a prompt of {options.prompt} tokens")
+        for row in rows:
+            memory = f"peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else f"saved {row['saved_mib']:.0f} MiB"
+            print(f"  {row['impl']:24} {row['ms']:9.1f} ms   {memory}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

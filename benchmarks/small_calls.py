@@ -21,7 +21,7 @@ from flashtile.bench.cases import Case
 from flashtile.bench.commands import default_device
 from flashtile.bench.implementations import IMPLEMENTATIONS
 from flashtile.bench.oracle import AttentionProblem, HostProblem
-from flashtile.bench.record import Recorder, Row, command_line
+from flashtile.bench.record import Recorder, command_line
 from flashtile.bench.report import mean_tables
 from flashtile.bench.runner import run_case, side_stream
 from flashtile.bench.tables import small_cases
@@ -66,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 break
             for problem in (EagerProblem, AttentionProblem):
                 recorder.add(run_case(case, measured, device, problem, options.seconds))
-    rows: list[Row] = recorder.rows
     for op in ("attention-eager", "attention"):
-        for table in mean_tables([row for row in rows if row["op"] == op]):
+        for table in mean_tables([row for row in recorder.rows if row["op"] == op]):
             print(op, table.title, *table.lines, sep="\n")
 
 

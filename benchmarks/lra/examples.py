@@ -1,4 +1,4 @@
-"""Labelled sequences, and how many processes make them without changing them."""
+"""Tasks and their labelled sequences, and how many processes make them without changing them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -48,6 +49,27 @@ class Examples(NamedTuple):
         """All of them, in order."""
         for rows in torch.arange(self.tokens.shape[0]).split(size):
             yield self.batch(rows, device)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of Long Range Arena's tasks.
+
+    Attributes:
+        make: number, seed, options, workers -> examples.
+        options: how they are made.
+        vocabulary: of the tokens.
+        classes: of the labels.
+        context: longest sequence.
+        grid: side of the image whose pixels are the tokens, or None.
+    """
+
+    make: Callable[[int, int, Any, int], Examples]
+    options: Any
+    vocabulary: int
+    classes: int
+    context: int
+    grid: int | None = None
 
 
 def padded(sequences: list[list[int]], labels: list[int]) -> tuple[Tensor, Tensor, Tensor]:

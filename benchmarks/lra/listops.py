@@ -68,12 +68,6 @@ def evaluate(tokens: list[int]) -> int:
     return value
 
 
-def words(tokens: list[int]) -> str:
-    """An expression for reading."""
-    names = ["", *map(str, range(DIGITS)), *(f"[{name}" for name in OPERATORS), "]"]
-    return " ".join(names[token] for token in tokens)
-
-
 def _part(count: int, seed: int, limits: Limits) -> tuple[Tensor, Tensor, Tensor]:
     random_numbers = random.Random(seed)
     found: list[list[int]] = []
@@ -104,12 +98,7 @@ def _write(tokens: list[int], random_numbers: random.Random, limits: Limits, dep
 
 
 def _apply(operator: int, values: list[int]) -> int:
-    if operator == 0:
-        return min(values)
-    if operator == 1:
-        return max(values)
-    if operator == 2:
-        ordered, middle = sorted(values), len(values) // 2
-        # An even number of values has the mean of the two in the middle, rounded down.
-        return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) // 2
-    return sum(values) % DIGITS
+    ordered, middle = sorted(values), len(values) // 2
+    # An even number of values has the mean of the two in the middle, rounded down.
+    median = ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) // 2
+    return (ordered[0], ordered[-1], median, sum(values) % DIGITS)[operator]

@@ -1,40 +1,113 @@
-"""A small pre-norm Transformer encoder that classifies sequences; how it attends is an argument."""
+"""A small pre-norm Transformer encoder that classifies sequences, and the ways in which it attends. All but the
+block-sparse one compute the same.
+
+Shapes: q, k, v `[B, S, H, D]`, of packed batches `[total, H, D]`.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.lra.attentions import Attention, Where
-from benchmarks.lra.examples import Examples
+import flashtile
+from benchmarks.lra.examples import Examples, Task
+from flashtile import BlockMask, patterns
 from flashtile.modules import unpad_input
+
+#: Size of the tiles of the butterfly pattern.
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of an encoder."""
+class Where:
+    """The places of the tokens of a batch.
 
-    vocabulary: int
-    classes: int
-    context: int
-    layers: int = 4
-    width: int = 256
-    heads: int = 4
+    Attributes:
+        lengths: int32 `[B]` of a padded batch; None where all are as long as the tensor.
+        cu_seqlens: int32 `[B + 1]` of a packed batch, else None.
+        max_seqlen: of the longest sequence.
+    """
+
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Where], Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One way to attend. `note`: what it is, for a record. `packed`: it wants batches without padding."""
+
+    attend: Attend
+    note: str
+    packed: bool = False
+
+
+def _standard(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    if where.lengths is not None:
+        scores = scores.masked_fill(_padding(where.lengths, q.shape[1])[:, None, None, :], float("-inf"))
+    wide = scores if scores.dtype is torch.float64 else scores.float()
+    return torch.einsum("bhij,bjhd->bihd", torch.softmax(wide, dim=-1).to(v.dtype), v)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
+    mask = None if where.lengths is None else ~_padding(where.lengths, q.shape[1])[:, None, None, :]
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+
+
+def _flashtile(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
+    return flashtile.attention(q, k, v, key_lengths=where.lengths)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
+    if where.cu_seqlens is None:
+        return flashtile.attention(q, k, v)
+    longest = where.max_seqlen
+    return flashtile.attention_varlen(q, k, v, where.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+def _block_sparse(q: Tensor, k: Tensor, v: Tensor, where: Where) -> Tensor:
+    return flashtile.attention(q, k, v, key_lengths=where.lengths, block_mask=_butterfly(q.shape[1], q.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _butterfly(seq: int, device: torch.device) -> BlockMask:
+    return patterns.butterfly(seq, _BLOCK, device=device)
+
+
+def _padding(lengths: Tensor, seq: int) -> Tensor:
+    """bool `[B, S]`: what is padding."""
+    return torch.arange(seq, device=lengths.device) >= lengths[:, None]
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "standard": Attention(_standard, "eager PyTorch, with all scores in memory"),
+    "sdpa": Attention(_sdpa, "PyTorch's scaled_dot_product_attention"),
+    "flashtile": Attention(_flashtile, "flashtile.attention, padded"),
+    "flashtile-packed": Attention(_packed, "flashtile.attention_varlen, the whole model without padding", packed=True),
+    "block-sparse": Attention(_block_sparse, f"flashtile.attention with a butterfly of tiles of {_BLOCK}"),
+}
 
 
 class Layer(nn.Module):
     """Attention and a perceptron, each after a norm and beside a residual stream of `[..., W]`."""
 
-    def __init__(self, sizes: Sizes, attention: Attention) -> None:
+    def __init__(self, width: int, heads: int, attend: Attend) -> None:
         super().__init__()
-        self.heads, self.attend = sizes.heads, attention.attend
-        self.norm1, self.norm2 = nn.LayerNorm(sizes.width), nn.LayerNorm(sizes.width)
-        self.qkv, self.out = nn.Linear(sizes.width, 3 * sizes.width), nn.Linear(sizes.width, sizes.width)
-        self.mlp = nn.Sequential(
-            nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width)
-        )
+        self.heads, self.attend = heads, attend
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
@@ -49,21 +122,22 @@ class Classifier(nn.Module):
     runs. The sequence is that of the pixels all the same.
 
     Args:
-        sizes: of the encoder.
+        task: its tokens, classes and longest sequence. Of an image whose pixels are the tokens places are rows and
+            columns.
         attention: how it attends; the weights do not depend on it.
-        grid: side of an image whose pixels are the tokens: places are then rows and columns. None = a sequence.
+        layers, width, heads: of the encoder.
     """
 
-    def __init__(self, sizes: Sizes, attention: Attention, grid: int | None = None) -> None:
+    def __init__(self, task: Task, attention: Attention, layers: int, width: int, heads: int) -> None:
         super().__init__()
-        self.sizes, self.attention, self.grid = sizes, attention, grid
-        self.token: nn.Module = nn.Embedding(sizes.vocabulary, sizes.width)
-        if grid is not None:
-            self.token = nn.Conv2d(1, sizes.width, 5, padding=2)
-        self.place = nn.Embedding(sizes.context if grid is None else 2 * grid, sizes.width)
-        self.layers = nn.ModuleList(Layer(sizes, attention) for _ in range(sizes.layers))
-        self.norm = nn.LayerNorm(sizes.width)
-        self.head = nn.Linear(sizes.width, sizes.classes)
+        self.attention, self.grid = attention, task.grid
+        self.token: nn.Module = nn.Embedding(task.vocabulary, width)
+        if task.grid is not None:
+            self.token = nn.Conv2d(1, width, 5, padding=2)
+        self.place = nn.Embedding(task.context if task.grid is None else 2 * task.grid, width)
+        self.layers = nn.ModuleList(Layer(width, heads, attention.attend) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, task.classes)
         for embedding in (self.token, self.place):
             if isinstance(embedding, nn.Embedding):
                 nn.init.normal_(embedding.weight, std=0.02)
@@ -79,7 +153,9 @@ class Classifier(nn.Module):
         if self.attention.packed:
             packed = unpad_input(x, kept)
             where = Where(None, packed.cu_seqlens, packed.max_seqlen)
-            return self.head(self._mean_packed(self._encode(packed.x, where), packed.indices, kept))
+            encoded = self._encode(packed.x, where)
+            total = encoded.new_zeros(len(x), x.shape[-1]).index_add(0, packed.indices // seq, encoded)
+            return self.head(total / kept.sum(1, keepdim=True))
         encoded = self._encode(x, Where(lengths, None, seq))
         return self.head((encoded * kept[..., None]).sum(1) / lengths[:, None])
 
@@ -87,11 +163,6 @@ class Classifier(nn.Module):
         for layer in self.layers:
             x = layer(x, where)
         return self.norm(x)
-
-    def _mean_packed(self, x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
-        batch, seq = kept.shape
-        total = x.new_zeros(batch, x.shape[-1]).index_add(0, indices // seq, x)
-        return total / kept.sum(1, keepdim=True)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self.grid is None:

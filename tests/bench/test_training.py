@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.bert import __main__ as bert_script
-from benchmarks.bert import problem as bert
-from benchmarks.bert.batches import IGNORED, Batch
+from benchmarks import bert
+from benchmarks.bert import IGNORED, Batch
 from flashtile.bench import runner, training_steps
 from flashtile.bench import training as problem
 from flashtile.bench.base import Implementation, select_implementations
@@ -206,7 +205,7 @@ def bert_case():
 
 
 def run_bert(case, batch, *chosen):
-    return runner.run_case(case, chosen, CPU, lambda case, device: bert.BertProblem(case, batch, device))
+    return runner.run_case(case, chosen, CPU, lambda case, device: bert.BertProblem(batch, case, device))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -229,7 +228,8 @@ def test_right_dropout_of_transformers_gets_a_speed():
 @pytest.mark.slow
 def test_right_dropout_of_bert_gets_a_speed():
     pytest.importorskip("transformers")
-    for row in run_bert(*bert_case(), *bert.select(["flashtile", "transformers-sdpa", "transformers-flashtile"])):
+    names = ("flashtile", "transformers-sdpa", "transformers-flashtile")
+    for row in run_bert(*bert_case(), *(bert.IMPLEMENTATIONS[name] for name in names)):
         assert row["ms"] is not None, row
         assert row["case"]["dropout_p"] == 0.1
 
@@ -330,5 +330,5 @@ def test_cases_and_records_say_the_dropout(tmp_path):
 def test_what_is_no_probability_is_refused(dropout_p, capsys):
     with pytest.raises(UserError, match=r"--dropout: expected a probability in \[0, 1\), got"):
         chosen_cases({"dropout": dropout_p}, CPU)
-    assert bert_script.main(["--model=bert-tiny", f"--dropout={dropout_p}"]) == 2
+    assert bert.main(["--model=bert-tiny", f"--dropout={dropout_p}"]) == 2
     assert "--dropout: expected a probability" in capsys.readouterr().err

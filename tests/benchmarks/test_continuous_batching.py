@@ -28,7 +28,7 @@ def test_a_record_of_both(tmp_path, capsys):
 def test_wrong_tokens_are_told_from_rounded_ones():
     from benchmarks import continuous_batching
 
-    options = continuous_batching._parser().parse_args(
+    options = continuous_batching.make_program().parse_args(
         ["--layers=1", "--heads=2", "--heads-kv=1", "--head-dim=16", "--vocabulary=50", "--prompt=8", "--new-tokens=2"]
     )
     model = continuous_batching.make_model(options, torch.device("cpu"))

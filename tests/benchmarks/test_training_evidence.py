@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.bert import __main__ as bert_script
-from benchmarks.bert import problem as bert
-from benchmarks.bert.batches import IGNORED, make_batch, sequences
-from benchmarks.evidence.text import batch_of, load_text
-from benchmarks.gpt2 import __main__ as gpt2_script
-from benchmarks.gpt2.curves import differences
+from benchmarks import bert, gpt2
+from benchmarks.bert import IGNORED, make_batch, sequences
+from benchmarks.common import batch_of, load_text
+from benchmarks.gpt2 import differences
 from flashtile.bench import runner
 
 CPU = torch.device("cpu")
@@ -38,7 +36,7 @@ def test_text_of_a_folder_is_its_text_files_in_order(text, tmp_path):
 
 
 def test_default_text_is_that_of_python(monkeypatch):
-    monkeypatch.setattr("benchmarks.evidence.text._MOST_BYTES", 100_000)
+    monkeypatch.setattr("benchmarks.common._MOST_BYTES", 100_000)
     text = load_text()
     assert len(text.tokens) == 100_000 and "standard library" in text.name and len(text.sha256) == 64
     assert b"import" in bytes(text.tokens.tolist())
@@ -80,7 +78,7 @@ def test_curves_of_eager_and_flashtile_are_one(tmp_path, capsys):
     data, output = tmp_path / "text.txt", tmp_path / "record.json"
     data.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     arguments = ["--model=gpt2-tiny", "--steps=40", "--batch=4", "--context=32", f"--data={data}", "--device=cpu"]
-    assert gpt2_script.main([*arguments, f"--output={output}"]) == 0
+    assert gpt2.main([*arguments, f"--output={output}"]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert [row["impl"] for row in rows] == ["transformers-eager", "flashtile"]
     assert all(len(row["curve"]) == 40 and row["curve"][-1] < row["curve"][0] - 0.3 for row in rows)
@@ -98,9 +96,9 @@ def test_differences_see_another_curve():
 
 
 def test_wrong_options_end_with_a_line(tmp_path, capsys):
-    assert gpt2_script.main(["--model=gpt2-tiny", "--impl", "flashtile"]) == 2
+    assert gpt2.main(["--model=gpt2-tiny", "--impl", "flashtile"]) == 2
     assert "either --steps or --minutes" in capsys.readouterr().err
-    assert bert_script.main(["--model=bert-tiny", f"--data={tmp_path}"]) == 2
+    assert bert.main(["--model=bert-tiny", f"--data={tmp_path}"]) == 2
     assert "a folder with text" in capsys.readouterr().err
 
 
@@ -114,14 +112,14 @@ def case(text, monkeypatch):
 
 def _run(case, *implementations):
     return runner.run_case(
-        case[0], implementations, CPU, problem=lambda c, device: bert.BertProblem(c, case[1], device)
+        case[0], implementations, CPU, problem=lambda c, device: bert.BertProblem(case[1], c, device)
     )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bert_packed_and_padded_are_the_same_training(case, dtype):
     case = (replace(case[0], dtype=dtype), case[1])
-    rows = _run(case, *bert.select(["flashtile", *(f"transformers-{name}" for name in ("eager", "sdpa", "flashtile"))]))
+    rows = _run(case, *(bert.IMPLEMENTATIONS[name] for name in bert.IMPLEMENTATIONS if "compile" not in name))
     for row in rows:
         assert row["ms"] is not None, row
         assert row["tokens_per_s"] == pytest.approx(sum(case[0].lengths) / row["ms"] * 1e3)
@@ -160,7 +158,7 @@ def test_under_autocast_right_and_wrong_are_far_apart(case, tmp_path, monkeypatc
     words = [" ".join(f"w{7 * n + m}" for m in range((60, 12, 55, 30, 50)[n % 5])) for n in range(40)]
     (tmp_path / "long.txt").write_text("\n\n".join(words))
     case = bert.make_case("bert-small", 4, 64, "bf16", load_text(tmp_path / "long.txt"), seed=0)
-    right = bert.select(["flashtile", "transformers-sdpa", "transformers-flashtile"])
+    right = [bert.IMPLEMENTATIONS[name] for name in ("flashtile", "transformers-sdpa", "transformers-flashtile")]
     wrong = [bert.Implementation("blind", build=_blind), bert.Implementation("frozen", build=_frozen)]
     rows = _run(case, *right, *wrong)
     reasons = _reasons(rows[: len(right)])
@@ -198,7 +196,7 @@ def test_bert_script_writes_a_record(text, tmp_path, capsys):
     output = tmp_path / "record.json"
     arguments = ["--model=bert-tiny", "--impl", "flashtile", "transformers-sdpa", "--batch", "2", "4", "--context=16"]
     options = [f"--data={tmp_path}", "--device=cpu", "--seconds=0.01", f"--output={output}"]
-    assert bert_script.main([*arguments, *options]) == 0
+    assert bert.main([*arguments, *options]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert [(row["impl"], row["case"]["B"]) for row in rows] == [
         (impl, size) for size in (2, 4) for impl in ("flashtile", "transformers-sdpa")
@@ -214,7 +212,7 @@ def test_scripts_run_on_a_gpu(text, tmp_path):
     data = tmp_path / "long.txt"
     data.write_text(" ".join(f"word{n}" for n in range(4000)))
     output = tmp_path / "bert.json"
-    assert bert_script.main([*arguments, f"--data={data}", f"--output={output}"]) == 0
+    assert bert.main([*arguments, f"--data={data}", f"--output={output}"]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert [row["impl"] for row in rows] == list(bert.IMPLEMENTATIONS)
     reasons = _reasons(rows)
@@ -222,7 +220,7 @@ def test_scripts_run_on_a_gpu(text, tmp_path):
     assert all(row["peak_mib"] > 0 for row in rows)
     output = tmp_path / "gpt2.json"
     arguments = ["--steps=20", "--batch=2", "--context=256", "--device=cuda", f"--data={data}", f"--output={output}"]
-    assert gpt2_script.main(arguments) == 0
+    assert gpt2.main(arguments) == 0
     rows = json.loads(output.read_text())["rows"]
     ((largest, _),) = differences(rows).values()
     assert largest < 0.05, [row["curve"] for row in rows]

@@ -1,1 +1,0 @@
-"""Masked-LM steps of BERT on batches whose sequences have the lengths of real text."""

@@ -1,1 +1,0 @@
-"""The common parts of the scripts that train models as evidence."""
