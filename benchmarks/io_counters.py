@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ import flashtile
 from flashtile import io_model
 from flashtile.bench.base import DTYPES
 from flashtile.bench.breakdown import causal_mask, standard_attention
-from flashtile.bench.record import Record, command_line, make_record, make_row, write_record
+from flashtile.bench.record import Row, command_line, make_record, make_row, write_record
+from flashtile.bench.report import Table
 from flashtile.bench.timing import EventTimer
 
 #: Key in a record -> metric.
@@ -48,29 +50,24 @@ class CountersError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shape = _shape(options)
-    return run_program("io_counters", options, shape, lambda: make_call(options.child, shape), measure, table)
+    return run_program(
+        "io_counters",
+        options,
+        lambda: make_call(options.child, shape),
+        lambda device, ncu: measure(shape, device, ncu, options),
+        table,
+    )
 
 
 def run_program(
     program: str,
     options: argparse.Namespace,
-    shape: io_model.Shape,
     child: Callable[[], Callable[[], Any]],
-    measure: Callable[[io_model.Shape, io_model.Device, str | None, argparse.Namespace], Record],
-    table: Callable[[Record], str],
+    measure: Callable[[io_model.Device, str | None], list[Row]],
+    table: Callable[[list[Row]], Table],
 ) -> int:
-    """A program that counts: in a child process one call, else the whole measurement, its table and its record.
-
-    Args:
-        program: its name, for messages.
-        options: with `child`, `no_counters` and `output`.
-        child: makes the call of a child process.
-        measure: (shape, device, `ncu` or None, options) -> record.
-        table: the record for people.
-
-    Returns:
-        The exit status.
-    """
+    """A program that counts: in a child process one call, which `child` makes; else it measures (a device, `ncu` or
+    None -> rows), prints a table of the rows, and writes its record. Returns the exit status."""
     if not torch.cuda.is_available():
         print(f"{program}: needs a GPU; torch.cuda.is_available() is False", file=sys.stderr)
         return 2
@@ -83,13 +80,14 @@ def run_program(
         print(f"{program}: no data sheet of {torch.cuda.get_device_name()}; there are {known}", file=sys.stderr)
         return 2
     try:
-        record = measure(shape, device, None if options.no_counters else find_ncu(), options)
+        rows = measure(device, None if options.no_counters else find_ncu())
     except CountersError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    print(table(record))
+    print(table(rows).markdown())
     if options.output is not None:
-        write_record(record, options.output)
+        command = command_line(f"python benchmarks/{program}.py")
+        write_record(make_record(torch.device("cuda"), command, rows), options.output)
         print("record:", options.output)
     return 0
 
@@ -122,15 +120,8 @@ def child_of(script: str, child: Any, options: argparse.Namespace, more: Sequenc
 
 
 def _shape(options: argparse.Namespace) -> io_model.Shape:
-    return io_model.Shape(
-        options.batch,
-        options.heads,
-        options.seq,
-        options.head_dim,
-        dtype=DTYPES[options.dtype],
-        causal=options.causal,
-        dropout_p=options.dropout,
-    )
+    sizes = options.batch, options.heads, options.seq, options.head_dim
+    return io_model.Shape(*sizes, dtype=DTYPES[options.dtype], causal=options.causal, dropout_p=options.dropout)
 
 
 def make_call(name: str, shape: io_model.Shape, device: str = "cuda") -> Callable[[], Any]:
@@ -163,9 +154,9 @@ def run_once(call: Callable[[], Any]) -> None:
     runtime.cudaProfilerStop()
 
 
-def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
-    """The record: a row for each computation. Without `ncu` there is nothing counted in them."""
-    record = make_record(torch.device("cuda"), command_line("python benchmarks/io_counters.py"), [])
+def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> list[Row]:
+    """A row for each computation. Without `ncu` there is nothing counted in them."""
+    rows, child = [], partial(child_of, __file__, options=options, more=("dropout", "dtype"))
     models = {"standard": io_model.standard(shape), "flashtile": io_model.tiled(shape, device)}
     for name, model in models.items():
         torch.cuda.empty_cache()
@@ -174,19 +165,15 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
         ms = statistics.median(EventTimer(call).sample(_SECONDS))
         del call
         torch.cuda.empty_cache()
-        kernels = None if ncu is None else count(ncu, name, options)
-        record["rows"].append(row(name, shape, model, device, ms, kernels))
-    return record
+        kernels = None if ncu is None else profile(ncu, name, child(name))
+        rows.append(row(name, shape, model, device, ms, kernels))
+    return rows
 
 
 def row(
-    name: str,
-    shape: io_model.Shape,
-    model: io_model.Computation,
-    device: io_model.Device,
-    ms: float,
+    name: str, shape: io_model.Shape, model: io_model.Computation, device: io_model.Device, ms: float,
     kernels: list[dict[str, Any]] | None,
-) -> dict[str, Any]:
+) -> Row:  # fmt: skip
     """A row: predicted and, with `kernels`, counted."""
     counted = None
     if kernels is not None:
@@ -209,11 +196,7 @@ def row(
 
 
 def find_ncu() -> str:
-    """The path of `ncu`.
-
-    Raises:
-        CountersError: there is none.
-    """
+    """The path of `ncu`. Raises CountersError if there is none."""
     installed = [place for pattern in _PLACES for place in sorted(glob.glob(pattern), reverse=True)]
     for place in (os.environ.get("NCU"), shutil.which("ncu"), *installed):
         if place and Path(place).exists():
@@ -224,28 +207,16 @@ def find_ncu() -> str:
     )
 
 
-def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bytes that each kernel of a computation reads and writes in device memory, counted in a process of its own.
-
-    Raises:
-        CountersError: as `profile`.
-    """
-    return profile(ncu, name, child_of(__file__, name, options, ("dropout", "dtype")))
-
-
 def profile(
     ncu: str, name: str, child: Sequence[str], metrics: Mapping[str, str] = DEVICE_MEMORY
 ) -> list[dict[str, Any]]:
-    """The counts of `ncu` for the kernels of a Python program.
+    """The counts of `ncu` for each kernel of a Python program. Raises CountersError if ncu failed, or counted nothing.
 
     Args:
         ncu: its path.
         name: of the computation, for errors.
         child: the program and its arguments, which say themselves when counting begins and ends.
         metrics: key in the result -> metric, in bytes.
-
-    Raises:
-        CountersError: ncu failed, or counted nothing.
     """
     settings = ["--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none"]
     output = ["--metrics", ",".join(metrics.values()), "--csv", "--page", "raw", "--print-units", "base"]
@@ -266,11 +237,8 @@ def profile(
 
 def parse(text: str, metrics: Mapping[str, str] = DEVICE_MEMORY) -> list[dict[str, Any]]:
     """Kernels, in the order in which they ran, from the raw page of `ncu --csv`: a line of headings, one of units, one
-    for each kernel, among lines that are no CSV.
-
-    Raises:
-        CountersError: a column or a figure is missing, or the units are not bytes.
-    """
+    for each kernel, among lines that are no CSV. Raises CountersError if a column or a figure is missing, or the units
+    are not bytes."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -292,20 +260,17 @@ def _bytes(row: Mapping[str, str], column: str) -> int:
         raise CountersError(f"ncu counted nothing for {row['Kernel Name']}: {row[column]!r}") from None
 
 
-def table(record: Record) -> str:
+def table(rows: list[Row]) -> Table:
     """FLOPs, bytes and time: standard against flashtile."""
-    headings = ("GFLOP", "GB predicted", "GB counted", "counted / predicted", "ms", "least ms")
-    lines = [" " * 10 + "".join(f" {heading:>{width}}" for heading, width in zip(headings, (8, 13, 11, 20, 8, 9)))]
-    for found in record["rows"]:
+    headings, lines = ["", "GFLOP", "GB predicted", "GB counted", "counted / predicted", "ms", "least ms"], []
+    for found in rows:
         predicted, counted = found["predicted"], found["counted"]
         expected = predicted["bytes_read"] + predicted["bytes_written"]
         actual = counted and counted["bytes_read"] + counted["bytes_written"]
-        cells = (f"{actual / 1e9:.2f}", f"{actual / expected:.3f}") if actual else ("–", "–")
-        lines.append(
-            f"{found['impl']:10} {predicted['flops'] / 1e9:8.1f} {expected / 1e9:13.2f} {cells[0]:>11} {cells[1]:>20} "
-            f"{found['ms']:8.3f} {predicted['least_ms']:9.3f}"
-        )
-    return "\n".join(lines)
+        moved = (f"{actual / 1e9:.2f}", f"{actual / expected:.3f}") if actual else ("–", "–")
+        times = f"{found['ms']:.3f}", f"{predicted['least_ms']:.3f}"
+        lines.append([found["impl"], f"{predicted['flops'] / 1e9:.1f}", f"{expected / 1e9:.2f}", *moved, *times])
+    return Table("", headings, lines)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from io_counters import DEVICE_MEMORY, child_of, profile, run_program, shape_par
 
 from flashtile import io_model
 from flashtile._backends import clear_plans
-from flashtile.bench.record import Record, command_line, make_record, make_row
+from flashtile.bench.record import Row, make_row
+from flashtile.bench.report import Table
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.gpu import tile_configs
 from flashtile.ops.attention.gpu.tile_tables import TileConfig
@@ -32,27 +33,17 @@ _METRICS = {**DEVICE_MEMORY, "cache_bytes": "lts__t_bytes.sum"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = shape_parser(__doc__, batch=4, seq=8192)
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     shape = io_model.Shape(options.batch, options.heads, options.seq, options.head_dim, causal=options.causal)
     return run_program(
         "tile_sweep",
         options,
-        shape,
         lambda: make_call(make_inputs(shape), options.child, options.causal),
-        measure,
+        lambda device, ncu: measure(shape, device, ncu, options),
         table,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = shape_parser(__doc__, batch=4, seq=8192)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    return parser
-
-
-def tiles_of(block_q: int) -> TileConfig:
-    """As the model's sweep has them."""
-    return TileConfig(block_q, _BLOCK_K, 4 if block_q <= 64 else 8, _STAGES)
 
 
 def make_inputs(shape: io_model.Shape, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -66,8 +57,9 @@ def make_inputs(shape: io_model.Shape, device: str = "cuda") -> tuple[torch.Tens
 def make_call(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], block_q: int, causal: bool
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """The forward of the portable kernels with these tiles."""
+    """The forward of the portable kernels with the tiles of the model's sweep."""
     q, k, v = inputs
+    tiles = TileConfig(block_q, _BLOCK_K, 4 if block_q <= 64 else 8, _STAGES)
     seq, head_dim = q.shape[1], q.shape[-1]
     spec = AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
     side = SideInputs(None, None, seq, seq)
@@ -75,7 +67,7 @@ def make_call(
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         return launch.forward(q, k, v, side, spec)
 
-    from_tables, tile_configs.choose_tiles = tile_configs.choose_tiles, lambda *_: tiles_of(block_q)
+    from_tables, tile_configs.choose_tiles = tile_configs.choose_tiles, lambda *_: tiles
     clear_plans()
     try:
         call()  # the plan, which is remembered from now on
@@ -84,10 +76,9 @@ def make_call(
     return call
 
 
-def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
+def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> list[Row]:
     """A row for each size of tiles. Without `ncu` there is nothing counted in them."""
-    record = make_record(torch.device("cuda"), command_line("python benchmarks/tile_sweep.py"), [])
-    inputs, first = make_inputs(shape), None
+    rows, inputs, first = [], make_inputs(shape), None
     for point in io_model.sweep(shape, device, _BLOCKS, (_BLOCK_K,)):
         call = make_call(inputs, point.block_q, shape.causal)
         out = call()[0]
@@ -97,9 +88,9 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
         kernels = None
         if ncu is not None:
             kernels = profile(ncu, f"tiles of {point.block_q}", child_of(__file__, point.block_q, options), _METRICS)
-        record["rows"].append(row(shape, point, ms, error, kernels))
+        rows.append(row(shape, point, ms, error, kernels))
         clear_plans()
-    return record
+    return rows
 
 
 def row(
@@ -118,24 +109,17 @@ def row(
     )  # fmt: skip
 
 
-def table(record: Record) -> str:
+def table(rows: list[Row]) -> Table:
     """Time and traffic, predicted and counted."""
-    headings = ("tile", "ms", "least ms", "GB", "GB counted", "GB in the cache", "counted")
-    lines = ["".join(f"{heading:>16}" for heading in headings)]
-    for found in record["rows"]:
+    headings, lines = ["tile", "ms", "least ms", "GB", "GB counted", "GB in the cache", "counted"], []
+    for found in rows:
         case, predicted, counted = found["case"], found["predicted"], found["counted"]
         actual = None if counted is None else counted["bytes_read"] + counted["bytes_written"]
-        cells = (
-            f"{case['block_q']} × {case['block_k']}",
-            f"{found['ms']:.3f}",
-            f"{predicted['least_ms']:.3f}",
-            f"{predicted['bytes'] / 1e9:.3f}",
-            "–" if actual is None else f"{actual / 1e9:.3f}",
-            f"{predicted['cache_bytes'] / 1e9:.2f}",
-            "–" if counted is None else f"{counted['cache_bytes'] / 1e9:.2f}",
-        )
-        lines.append("".join(f"{cell:>16}" for cell in cells))
-    return "\n".join(lines)
+        tile, times = f"{case['block_q']} × {case['block_k']}", (f"{found['ms']:.3f}", f"{predicted['least_ms']:.3f}")
+        moved = f"{predicted['bytes'] / 1e9:.3f}", "–" if actual is None else f"{actual / 1e9:.3f}"
+        asked = "–" if counted is None else f"{counted['cache_bytes'] / 1e9:.2f}"
+        lines.append([tile, *times, *moved, f"{predicted['cache_bytes'] / 1e9:.2f}", asked])
+    return Table("", headings, lines)
 
 
 if __name__ == "__main__":

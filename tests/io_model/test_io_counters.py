@@ -64,7 +64,8 @@ def options(*arguments):
 
 def test_the_child_gets_the_case_and_its_kernels_come_back(tmp_path):
     ncu = fake_ncu(tmp_path, f"open({str(tmp_path / 'seen')!r}, 'w').write(' '.join(sys.argv[1:]))\nprint({CSV!r})")
-    found = io_counters.count(ncu, "standard", options("--seq", "77", "--causal"))
+    child = io_counters.child_of(SCRIPT, "standard", options("--seq", "77", "--causal"), ("dropout", "dtype"))
+    found = io_counters.profile(ncu, "standard", child)
     assert len(found) == 2
     seen = (tmp_path / "seen").read_text()
     assert "--child standard --batch 64 --heads 16 --seq 77 --head-dim 64 --dropout 0.1 --dtype bf16 --causal" in seen
@@ -82,7 +83,7 @@ def test_the_child_gets_the_case_and_its_kernels_come_back(tmp_path):
 )
 def test_what_ncu_says_is_passed_on(tmp_path, body, message):
     with pytest.raises(io_counters.CountersError, match=message):
-        io_counters.count(fake_ncu(tmp_path, body), "flashtile", options())
+        io_counters.profile(fake_ncu(tmp_path, body), "flashtile", [str(SCRIPT)])
 
 
 def test_without_ncu_the_error_says_what_to_do(monkeypatch, tmp_path):
@@ -112,7 +113,7 @@ def test_the_table_compares_what_was_counted_with_what_was_predicted():
     model = io_model.standard(SHAPE)
     kernels = [{"name": "k", "bytes_read": int(model.bytes), "bytes_written": int(model.bytes)}]
     rows = [io_counters.row("standard", SHAPE, model, H200, 2.5, found) for found in (kernels, None)]
-    first, second = io_counters.table({"rows": rows}).splitlines()[1:]
+    first, second = io_counters.table(rows).markdown().splitlines()[2:]
     assert "2.000" in first and "2.500" in first and second.count("–") == 2
     assert json.loads(json.dumps(rows))[0]["counted"]["kernels"] == kernels
     assert rows[1]["why"] == "run with --no-counters"

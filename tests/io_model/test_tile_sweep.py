@@ -47,8 +47,8 @@ def test_rows_and_table(tile_sweep):
     (point,) = io_model.sweep(SHAPE, H200, (64,))
     kernels = [{"name": "k", "bytes_read": 4e9, "bytes_written": 2e9, "cache_bytes": 5e9}]
     rows = [tile_sweep.row(SHAPE, point, 1.5, 0.0, found) for found in (kernels, None)]
-    first, second = tile_sweep.table({"rows": rows}).splitlines()[1:]
-    assert first.split()[0] == "64" and "6.000" in first and "5.00" in first and second.count("–") == 2
+    first, second = tile_sweep.table(rows).markdown().splitlines()[2:]
+    assert first.startswith("| 64 ×") and "6.000" in first and "5.00" in first and second.count("–") == 2
     assert json.loads(json.dumps(rows))[0]["counted"]["cache_bytes"] == 5e9
 
 
