@@ -170,7 +170,7 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.subplots()
         draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
-        _draw_legend(figure, axes, draw_chart(figure, axes, chart, _Style(styles)))
+        _draw_legend(figure, axes, draw_chart(figure, axes, chart, styles))
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _embedded(file.getvalue(), chart.title, number)
@@ -185,7 +185,7 @@ def save_picture(charts: Sequence[LineChart], title: str, path: Path) -> None:
         figure = Figure(figsize=(1.3 * _WIDTH * len(charts), 1.6 * _HEIGHT), dpi=160, layout="constrained")
         figure.suptitle(title)
         for axes, chart in zip(figure.subplots(1, len(charts)), charts):
-            _draw_lines(figure, axes, chart, _Style({}))
+            _draw_lines(figure, axes, chart, {})
             axes.set_title(chart.title)
             if len(chart.series) > 1:
                 axes.legend()
@@ -205,25 +205,20 @@ def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
     figure.legend(loc="outside upper left", ncols=columns, handletextpad=0.5, columnspacing=1.2, borderaxespad=0)
 
 
-class _Style:
-    """Colour and mark of each name; flashtile's lie above the others."""
-
-    def __init__(self, styles: Styles) -> None:
-        self._implementations, self._others = styles, dict[str, int]()
-
-    def of(self, name: str) -> dict[str, Any]:
-        index = self._implementations.get(name)
-        if index is None:
-            index = self._others.setdefault(name, len(self._others))
-        above = 4 if is_ours(name) else 3
-        return {"color": LIGHT[index % len(LIGHT)], "marker": _MARKS[index % len(_MARKS)], "zorder": above}
+def _style(name: str, styles: Styles, others: list[str]) -> dict[str, Any]:
+    """Colour and mark of a name, by its place among `others` where it has no style; flashtile's lie above the others."""
+    index = styles[name] if name in styles else others.index(name)
+    above = 4 if is_ours(name) else 3
+    return {"color": LIGHT[index % len(LIGHT)], "marker": _MARKS[index % len(_MARKS)], "zorder": above}
 
 
-def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, style: _Style) -> list[str]:
+def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, styles: Styles) -> list[str]:
     marks: dict[str, Any] = {"marker": "None"} if chart.steps else {"markersize": 6, **_EDGE}
     joined = {"linestyle": "None"} if chart.roof else {"linewidth": 1.6, "clip_on": False}
+    others = list(dict.fromkeys(one.name for one in chart.series if one.name not in styles))
     for one in chart.series:
-        axes.plot(*zip(*one.points), label=full_name(one.name), **{**style.of(one.name), **marks, **joined})
+        style = _style(one.name, styles, others)
+        axes.plot(*zip(*one.points), label=full_name(one.name), **{**style, **marks, **joined})
     points = [point for one in chart.series for point in (*one.points, *chart.roof)]
     if chart.level is not None:
         axes.axhline(chart.level, color=_SOFT, linestyle="--", linewidth=1.2)
@@ -258,7 +253,7 @@ def _write_numbers(axis: Axis, values: Sequence[float] = ()) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,g}"))
 
 
-def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> list[str]:
+def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, styles: Styles) -> list[str]:
     y, places = 0.0, []
     for name in chart.cases:
         lines = textwrap.wrap(name, _LETTERS)
@@ -268,10 +263,11 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> li
         axes.axhline(y, color=_RULE, linewidth=0.7, zorder=0)
         places.append(y)
         y += _DOTS / 2
+    others = [name for name in chart.names() if name not in styles]
     for name in chart.names():
         points = [(values[name], place) for values, place in zip(chart.cases.values(), places) if name in values]
         options = {"linestyle": "None", "clip_on": False, "markersize": 7, **_EDGE}
-        axes.plot(*zip(*points), label=full_name(name), **options, **style.of(name))
+        axes.plot(*zip(*points), label=full_name(name), **options, **_style(name, styles, others))
     found = [value for values in chart.cases.values() for value in values.values()]
     if chart.logarithmic:
         axes.set_xscale("log")

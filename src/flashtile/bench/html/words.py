@@ -17,32 +17,6 @@ from flashtile.bench.serving_cases import ServingCase
 Case = Mapping[str, Any]
 Facets = dict[str, str]
 
-_DTYPES = {
-    "fp8": "float8", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64",
-}  # fmt: skip
-
-
-def _count(unit: str) -> Callable[[Any, Case], str]:
-    return lambda value, case: f"{value:,} {unit}"
-
-
-def _named(name: str) -> Callable[[Any, Case], str]:
-    return lambda value, case: f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
-
-
-def _says(text: str) -> Callable[[Any, Case], str]:
-    return lambda value, case: text.format(value)
-
-
-def _matched(patterns: Mapping[str, str], fallback: str) -> Callable[[Any, Case], str]:
-    """The text of the first pattern that the value is, filled with the pattern's group."""
-
-    def words(value: Any, case: Case) -> str:
-        found = ((re.fullmatch(pattern, str(value)), text) for pattern, text in patterns.items())
-        return next((text.format(*match.groups()) for match, text in found if match), fallback.format(value))
-
-    return words
-
 
 def _length(value: Any, case: Case) -> str:
     lengths = case.get("lengths")
@@ -69,54 +43,50 @@ def _window(value: Any, case: Case) -> str:
     return "window of {} keys to the left, {} to the right".format(*sides)
 
 
-def _mask(value: Any, case: Case) -> str:
-    shown = re.fullmatch(r"(?:tiles(\d+):|random)([\d.]+)", value)
-    if shown is None:
-        return _MASKS(value, case)
-    share = f"{float(shown[2]):.0%} of the"
-    return f"{share} tiles of {shown[1]}" if shown[1] else f"mask of {share} pairs"
-
-
-_MASKS = _matched({"padding": "mask of padded keys", r"documents(\d+)": "documents of {} tokens (median)"}, "mask {}")
-_BIASES = _matched({"1HSS": "bias for each head", "BHSS": "bias for each sequence and head"}, "bias {}")
-_FUNCTIONS = _matched({
+#: Patterns of names -> what they mean, filled with the groups of the pattern; the last fits everything.
+_MASKS = {
+    r"tiles(\d+):([\d.]+)": "{1:.0%} of the tiles of {0:.0f}", r"random([\d.]+)": "mask of {:.0%} of the pairs",
+    "padding": "mask of padded keys", r"documents(\d+)": "documents of {:.0f} tokens (median)", "(.*)": "mask {}",
+}  # fmt: skip
+_BIASES = {"1HSS": "bias for each head", "BHSS": "bias for each sequence and head", "(.*)": "bias {}"}
+_FUNCTIONS = {
     "relative": "function: relative position", "alibi": "function: ALiBi", "softcap": "function: soft cap",
-    "waves": "function with torch.sin and two tables", "documents": "mask function: documents",
-    "window": "mask function: window", "prefix-lm": "mask function: prefix-LM",
+    "waves": "function with torch.sin and two tables", "prefix-lm": "mask function: prefix-LM",
     "dilated": "mask function: dilated window", "neighborhood": "mask function: 2-D neighbourhood",
-    "tree": "mask function: tree",
-}, "function {}")  # fmt: skip
-_VALUES = _matched({
-    "normal": "normal values", "shifted": "q + 3 and k + 3", "growing-keys": "keys that grow",
-    r"trained-(\d+)": "a trained model's layer {}", r"q-times-(\d+)": "q × {}",
-    r"first-key-times-(\d+)": "first key × {}", r"late-key-times-(\d+)": "a late key × {}",
-}, "{} values")  # fmt: skip
-_ACTIVATIONS = _matched({"gelu_tanh": "GELU (tanh)", "gelu": "GELU", "silu": "SiLU", "relu": "ReLU"}, "{}")
+    "(documents|window|tree)": "mask function: {}", "(.*)": "function {}",
+}  # fmt: skip
+_VALUES = {
+    "shifted": "q + 3 and k + 3", "growing-keys": "keys that grow", r"trained-(\d+)": "a trained model's layer {:.0f}",
+    r"q-times-(\d+)": "q × {:.0f}", r"first-key-times-(\d+)": "first key × {:.0f}",
+    r"late-key-times-(\d+)": "a late key × {:.0f}", "(.*)": "{} values",
+}  # fmt: skip
+_ACTIVATIONS = {"gelu_tanh": "GELU (tanh)", "gelu": "GELU", "silu": "SiLU", "relu": "ReLU", "(.*)": "{}"}
+_DTYPES = {"fp8": "float8", r"fp(\d+)": "float{:.0f}", "bf16": "bfloat16", "(.*)": "{}"}
 
 
-#: A key of `case` -> its value in words, in the order in which they are said; None is part of another's.
-_WORDS: dict[str, Callable[[Any, Case], str] | None] = {
-    "model": _says("{}"), "task": _says("{}"), "D": _head_dim, "Dv": None,
+#: A key of `case` -> its value in words, in the order in which they are said: a format, patterns, or a function of the
+#: value and the case. None is part of another's.
+_WORDS: dict[str, str | Mapping[str, str] | Callable[[Any, Case], str] | None] = {
+    "model": "{}", "task": "{}", "D": _head_dim, "Dv": None,
     "causal": lambda value, case: "causal" if value else "full",
-    "window": _window, "mask": _mask, "softcap": _says("soft cap {:g}"), "bias": _BIASES, "function": _FUNCTIONS,
-    "dropout_p": _says("dropout {:g}"), "rows": _count("rows"), "columns": _count("columns"),
+    "window": _window, "mask": _MASKS, "softcap": "soft cap {:g}", "bias": _BIASES, "function": _FUNCTIONS,
+    "dropout_p": "dropout {:g}", "rows": "{:,} rows", "columns": "{:,} columns",
     "kib": lambda value, case: f"{value / 1024:,g} MiB",
-    "tokens": _count("tokens"), "hidden": _named("hidden size"), "inner": _named("inner size"),
-    "features": _count("features"), "vocabulary": _named("vocabulary"), "activation": _ACTIVATIONS,
-    "gated": _says("gated"), "prompt": _says("a prompt of {:,} tokens"), "completions": _count("completions"),
-    "requests": _count("requests"), "new_tokens": _count("new tokens"),
-    "S": _length, "Sk": _count("keys"), "lengths": None,
+    "tokens": "{:,} tokens", "hidden": "hidden size {:,}", "inner": "inner size {:,}",
+    "features": "{:,} features", "vocabulary": "vocabulary {:,}", "activation": _ACTIVATIONS,
+    "gated": "gated", "prompt": "a prompt of {:,} tokens", "completions": "{:,} completions",
+    "requests": "{:,} requests", "new_tokens": "{:,} new tokens",
+    "S": _length, "Sk": "{:,} keys", "lengths": None,
     "Sq": lambda value, case: "one query" if value == 1 else f"{value:,} queries",
-    "page": _says("pages of {}"), "append": _says("a row appended"), "queries": _says("mixed"),
-    "factors": _says("float8_e4m3fn with factors of each {}"), "shared_rows": _says("{:,} shared rows"),
-    "tree": _says("a tree"), "latent": _says("latent rows"), "gpus": _count("GPUs"),
-    "block_q": _says("tiles of {} queries"), "block_k": _count("keys in a tile"),
-    "cache": lambda value, case: {"cold": "nothing compiled before", "cached": "kernels on disk"}.get(value, value),
-    "B": _named("batch"), "H": _heads, "Hkv": None, "dtype": lambda value, case: _DTYPES.get(value, str(value)),
-    "values": _VALUES, "steps": _count("steps"), "layers": _count("layers"), "width": _named("width"),
-    "heads": _count("heads"), "examples": _count("examples"), "held_out": _count("held out"),
-    "learning_rate": _says("learning rate {:g}"), "text": _says("{}"), "text_sha256": None, "made": None,
-    "seed": _named("seed"), "step": _says("{}"),
+    "page": "pages of {}", "append": "a row appended", "queries": "mixed",
+    "factors": "float8_e4m3fn with factors of each {}", "shared_rows": "{:,} shared rows",
+    "tree": "a tree", "latent": "latent rows", "gpus": "{:,} GPUs",
+    "block_q": "tiles of {} queries", "block_k": "{:,} keys in a tile",
+    "cache": {"cold": "nothing compiled before", "cached": "kernels on disk", "(.*)": "{}"},
+    "B": "batch {:,}", "H": _heads, "Hkv": None, "dtype": _DTYPES, "values": _VALUES, "steps": "{:,} steps",
+    "layers": "{:,} layers", "width": "width {:,}", "heads": "{:,} heads", "examples": "{:,} examples",
+    "held_out": "{:,} held out", "learning_rate": "learning rate {:g}", "text": "{}", "text_sha256": None,
+    "made": None, "seed": "seed {:,}", "step": "{}",
 }  # fmt: skip
 #: Facets without which most cases are told apart as well: they are said only where it needs them.
 _DETAILS = (
@@ -224,6 +194,23 @@ def describe_kind(op: str, case: Case, on_gpu: bool) -> str:
     return f"Attention: {kind or 'plain'}"
 
 
+def _say(words: str | Mapping[str, str] | Callable[[Any, Case], str], value: Any, case: Case) -> str:
+    """A value of a case, as one of `_WORDS` says it."""
+    if callable(words):
+        return words(value, case)
+    if isinstance(words, str):
+        return words.format(value)
+    found = ((re.fullmatch(pattern, str(value)), text) for pattern, text in words.items())
+    return next(text.format(*map(_number, match.groups())) for match, text in found if match)
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def unknown_keys(case: Case) -> list[str]:
     """The keys of a case that have no words here."""
     return [key for key in case if key not in _WORDS]
@@ -236,7 +223,7 @@ def case_facets(case: Case) -> Facets:
         value = case.get(key)
         absent = value is None or value is False or (value == 0 and key in _ZERO_IS_ABSENT)
         if words is not None and (not absent or (key == "causal" and key in case)):
-            found[key] = words(value, case)
+            found[key] = _say(words, value, case)
     for key in unknown_keys(case):
         if case[key] not in (None, False):
             text = str(case[key])

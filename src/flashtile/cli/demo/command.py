@@ -22,15 +22,12 @@ from flashtile.cli.demo.results import (
     OURS,
     PLAIN,
     Results,
-    draw_losses,
-    draw_scaling,
     scaling_table,
     training_table,
     verdict,
-    write_json,
-    write_markdown,
+    write_results,
 )
-from flashtile.cli.demo.scaling import Point, measure_scaling
+from flashtile.cli.demo.scaling import measure_scaling
 from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, load_text, train
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
@@ -55,7 +52,13 @@ def run_demo(
     _make_folder(options.output)
     if options.pictures and not installed("matplotlib"):
         raise UserError(f"--pictures needs matplotlib: {how_to_install('plots')}")
-    _introduce(console, plan, text, text_name)
+    model = plan.model
+    print_text(
+        console,
+        f"A GPT of {model.layers} layers, width {model.width}, learns {len(text):,} bytes of {text_name} on "
+        f"{plan.device.type}, from the same seed twice: on flashtile's attention, and on plain attention with its "
+        "N×N matrices.",
+    )
 
     if options.steps is None:
         with console.status("timing a few steps of each"):
@@ -65,10 +68,17 @@ def run_demo(
     end = math.inf if options.steps else begin + _TRAINED_SHARE * plan.seconds
     trainings = _train_both(console, plan, text, attentions, steps, end)
     comparison = compare(plan, trainings[OURS], trainings[PLAIN])
-    points, stopped = _measure(console, plan, attentions, begin + _MEASURED_SHARE * plan.seconds)
+    with console.status("measuring attention alone") as status:
+        left = begin + _MEASURED_SHARE * plan.seconds - time.perf_counter()
+        points, stopped = measure_scaling(
+            plan,
+            attentions,
+            left,
+            lambda *what: status.update("measuring attention alone: {} at length {}".format(*what)),
+        )
     results = Results(plan, text_name, trainings, comparison, points, stopped)
     drawn = options.pictures is not False and installed("matplotlib")
-    _write(results, options.output, drawn)
+    write_results(results, options.output, drawn)
 
     print_table(console, training_table(results))
     print_table(console, scaling_table(results), emphasise=1)
@@ -88,16 +98,6 @@ def _make_folder(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"cannot {doing} the output folder {folder}: {error.strerror}") from None
-
-
-def _introduce(console: Console, plan: Plan, text: bytes, text_name: str) -> None:
-    model = plan.model
-    print_text(
-        console,
-        f"A GPT of {model.layers} layers, width {model.width}, learns {len(text):,} bytes of {text_name} on "
-        f"{plan.device.type}, from the same seed twice: on flashtile's attention, and on plain attention with its "
-        "N×N matrices.",
-    )
 
 
 def _steps_that_fit(plan: Plan, text: bytes, attentions: dict[str, CausalAttention], begin: float) -> int:
@@ -135,24 +135,3 @@ def _train(console: Console, plan: Plan, name: str, steps: int, function: Callab
             progress.update(task, completed=step + 1, loss=f"{loss:.3f}")
 
         return run_piece(function, device=plan.device, on_report=on_step)
-
-
-def _measure(
-    console: Console, plan: Plan, attentions: dict[str, CausalAttention], end: float
-) -> tuple[list[Point], dict[str, str]]:
-    with console.status("measuring attention alone") as status:
-
-        def on_start(implementation: str, length: int) -> None:
-            status.update(f"measuring attention alone: {implementation} at length {length}")
-
-        return measure_scaling(plan, attentions, end - time.perf_counter(), on_start)
-
-
-def _write(results: Results, folder: Path, draw: bool) -> None:
-    pictures = []
-    if draw:
-        draw_scaling(results, folder / "attention.png")
-        draw_losses(results, folder / "losses.png")
-        pictures = ["attention.png", "losses.png"]
-    write_json(results, folder / "results.json")
-    write_markdown(results, folder / "report.md", pictures)

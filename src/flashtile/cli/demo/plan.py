@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -47,10 +46,6 @@ class Plan:
     @property
     def attention_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.autocast else torch.float32
-
-    def describe(self) -> dict[str, Any]:
-        """The plan as JSON values."""
-        return {**asdict(self), "device": self.device.type}
 
 
 def make_plan(device: torch.device, seconds: float) -> Plan:

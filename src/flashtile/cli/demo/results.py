@@ -18,6 +18,13 @@ from flashtile.cli.demo.training import Comparison, Training
 OURS, PLAIN = "flashtile", "plain"
 #: Names of the attentions, as in records.
 _NAMES = {OURS: "flashtile-auto", PLAIN: "plain"}
+_MEMORY_OF_A_GPU = (
+    "Memory: growth of torch.cuda.max_memory_allocated over what was there before (for attention: its inputs)."
+)
+_MEMORY_OF_A_PROCESS = (
+    "Memory: growth of the peak resident size of a fresh process for each measurement, over what was there before (for "
+    "attention: its inputs). It counts whole pages of everything the process took, so a MiB or two is noise."
+)
 
 
 @dataclass(frozen=True)
@@ -31,37 +38,37 @@ class Results:
     points: list[Point]
     stopped: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "machine": machine(self.plan.device),
-            "versions": versions(),
-            "commit": commit(),
-            "plan": self.plan.describe(),
-            "text": self.text,
-            "training": {name: asdict(training) for name, training in self.trainings.items()},
-            "comparison": asdict(self.comparison),
-            "attention": [asdict(point) for point in self.points],
-            "stopped": self.stopped,
-        }
 
-
-def write_json(results: Results, path: Path) -> None:
-    path.write_text(json.dumps(results.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def write_markdown(results: Results, path: Path, pictures: list[str]) -> None:
-    facts = machine(results.plan.device)
-    sections = [
+def write_results(results: Results, folder: Path, draw: bool) -> None:
+    """Writes figures, a page, and where `draw` is set pictures."""
+    pictures = ["attention.png", "losses.png"] if draw else []
+    if draw:
+        draw_scaling(results, folder / pictures[0])
+        draw_losses(results, folder / pictures[1])
+    plan, facts = results.plan, machine(results.plan.device)
+    figures: dict[str, Any] = {
+        "machine": facts,
+        "versions": versions(),
+        "commit": commit(),
+        "plan": {**asdict(plan), "device": plan.device.type},
+        "text": results.text,
+        "training": {name: asdict(training) for name, training in results.trainings.items()},
+        "comparison": asdict(results.comparison),
+        "attention": [asdict(point) for point in results.points],
+        "stopped": results.stopped,
+    }
+    (folder / "results.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    page = [
         "# flashtile demo",
-        f"On {facts.get('gpu') or facts['cpu']}, {facts['cpu_cores']} cores, torch {versions()['torch']}. "
+        f"On {facts.get('gpu') or facts['cpu']}, {facts['cpu_cores']} cores, torch {figures['versions']['torch']}. "
         f"Text: {results.text}.",
         verdict(results),
         *(f"**{table.title}**\n\n{table.markdown()}" for table in (training_table(results), scaling_table(results))),
-        how_memory_is_measured(results.plan),
+        _MEMORY_OF_A_GPU if plan.device.type == "cuda" else _MEMORY_OF_A_PROCESS,
         *(f"- {name} stopped: {reason}." for name, reason in results.stopped.items()),
         *(f"![{picture}]({picture})" for picture in pictures),
     ]
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
 
 
 def verdict(results: Results) -> str:
@@ -113,18 +120,6 @@ def scaling_table(results: Results) -> Table:
     return Table(title, headings, lines)
 
 
-def how_memory_is_measured(plan: Plan) -> str:
-    if plan.device.type == "cuda":
-        return (
-            "Memory: growth of torch.cuda.max_memory_allocated over what was there before (for attention: its inputs)."
-        )
-    return (
-        "Memory: growth of the peak resident size of a fresh process for each measurement, over what was there "
-        "before (for attention: its inputs). It counts whole pages of everything the process took, so a MiB or two "
-        "is noise."
-    )
-
-
 def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}" if count < 100 * 2**20 else f"{count / 2**20:,.0f}"
 
@@ -145,8 +140,9 @@ def draw_scaling(results: Results, path: Path) -> None:
 
     memory = chart("Memory", "peak memory beyond the inputs (MiB)", lambda point: point.peak_bytes / 2**20)
     time = chart("Time", "forward and backward (ms)", lambda point: point.ms)
-    dtype = str(results.plan.attention_dtype).removeprefix("torch.")
-    title = f"Causal attention, batch 1, {results.plan.heads} heads of 64, {dtype}: {device_name(results)}"
+    dtype, facts = str(results.plan.attention_dtype).removeprefix("torch."), machine(results.plan.device)
+    device = facts.get("gpu") or f"{facts['cpu']}, {facts['torch_threads']} threads"
+    title = f"Causal attention, batch 1, {results.plan.heads} heads of 64, {dtype}: {device}"
     save_picture([memory, time], title, path)
 
 
@@ -162,8 +158,3 @@ def draw_losses(results: Results, path: Path) -> None:
         "|difference| (nats)", logarithmic=True, level=results.plan.tolerance, steps=True,
     )  # fmt: skip
     save_picture([curves, difference], "The same training on flashtile and on plain attention", path)
-
-
-def device_name(results: Results) -> str:
-    facts = machine(results.plan.device)
-    return facts.get("gpu") or f"{facts['cpu']}, {facts['torch_threads']} threads"

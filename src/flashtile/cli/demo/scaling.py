@@ -76,12 +76,12 @@ def measure(plan: Plan, attention: CausalAttention, length: int, report: Report)
     _call(attention, *_inputs(plan, _WARM_UP_LENGTH))  # libraries and kernels load before memory is counted
     inputs = _inputs(plan, length)
     memory = PeakMemory(plan.device)
-    first = _timed_call(attention, *inputs)
+    first = _call(attention, *inputs)
     peak = memory.growth()
     first_ms = 0.0 if plan.device.type == "cuda" else first * 1e3
     samples: list[float] = []
     while not samples or sum(samples) < _SECONDS_OF_SAMPLES:
-        samples.append(_timed_call(attention, *inputs))
+        samples.append(_call(attention, *inputs))
     return statistics.median(samples) * 1e3, peak, first_ms
 
 
@@ -92,17 +92,12 @@ def _too_expensive(before: list[Point], length: int, seconds_left: float, device
     memory, free = _GROWTH * before[-1].peak_bytes, free_memory(device)
     if memory > _MEMORY_SHARE * free:
         return f"length {length} may need {memory / 2**30:.1f} of {free / 2**30:.1f} GiB"
-    seconds = _next_seconds(before)
+    costs = [max(point.ms, point.first_ms) for point in before]
+    growth = max(_GROWTH, costs[-1] / costs[-2]) if len(costs) > 1 else _GROWTH
+    seconds = _CALLS * growth * costs[-1] / 1e3 + _START_SECONDS
     if seconds > seconds_left:
         return f"length {length} may take {seconds:.0f} s of the {max(seconds_left, 0):.0f} s left"
     return None
-
-
-def _next_seconds(before: list[Point]) -> float:
-    """Seconds that a measurement at the next length will take, judged by the lengths before it."""
-    costs = [max(point.ms, point.first_ms) for point in before]
-    growth = max(_GROWTH, costs[-1] / costs[-2]) if len(costs) > 1 else _GROWTH
-    return _CALLS * growth * costs[-1] / 1e3 + _START_SECONDS
 
 
 def _inputs(plan: Plan, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -112,14 +107,10 @@ def _inputs(plan: Plan, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [t.requires_grad_() for t in tensors[:3]], tensors[3]
 
 
-def _timed_call(attention: CausalAttention, inputs: list[torch.Tensor], dout: torch.Tensor) -> float:
+def _call(attention: CausalAttention, inputs: list[torch.Tensor], dout: torch.Tensor) -> float:
     """Seconds of a call."""
     start = time.perf_counter()
-    _call(attention, inputs, dout)
-    return time.perf_counter() - start
-
-
-def _call(attention: CausalAttention, inputs: list[torch.Tensor], dout: torch.Tensor) -> None:
     torch.autograd.grad(attention(*inputs), inputs, dout)
     if dout.is_cuda:
         torch.cuda.synchronize()
+    return time.perf_counter() - start

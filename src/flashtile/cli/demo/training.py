@@ -77,7 +77,8 @@ def train(
     not fewer than `FEWEST_STEPS`, if `seconds` are over before."""
     device = plan.device
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    _touch_libraries(device)
+    small = torch.ones(64, 64, device=device, requires_grad=True)
+    (small @ small).sum().backward()  # libraries of products allocate on first use: that is no training's memory
     memory = PeakMemory(device)
     torch.manual_seed(_SEED)
     model = GPT(plan.model, attention).to(device)
@@ -141,9 +142,3 @@ def _step(model: GPT, optimizer: torch.optim.Optimizer, batch: torch.Tensor, aut
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
     optimizer.step()
     return loss.item()
-
-
-def _touch_libraries(device: torch.device) -> None:
-    """Matrix libraries allocate on first use; that is neither training's memory."""
-    small = torch.ones(64, 64, device=device, requires_grad=True)
-    (small @ small).sum().backward()
