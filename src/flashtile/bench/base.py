@@ -147,23 +147,6 @@ def judge(tensors: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> Verdict:
     return Verdict(worst, "wrong result: " + "; ".join(wrong.values()) if wrong else None)
 
 
-class AnyBound(ABC):
-    """An implementation with its own copy of a case's tensors."""
-
-    @property
-    @abstractmethod
-    def calls(self) -> Mapping[str, Callable[[], Any]]:
-        """For each phase what is timed."""
-
-    @abstractmethod
-    def results(self, phase: str) -> dict[str, Tensor]:
-        """Runs a phase once; the tensors that are judged, by name."""
-
-    def facts(self, phase: str) -> dict[str, Any]:
-        """Further keys of the row of a phase."""
-        return {}
-
-
 Tensors = list[Tensor]
 
 
@@ -207,7 +190,7 @@ class Way:
     own_bits: bool = False
 
 
-class Bound(AnyBound):
+class Bound:
     """Calls of one implementation with its own copies of the leaves, without arguments.
 
     Args:
@@ -234,6 +217,7 @@ class Bound(AnyBound):
 
     @property
     def calls(self) -> Mapping[str, Callable[[], Any]]:
+        """For each phase what is timed."""
         backward = self.backward if self._captured else Uncaptured(self.backward)
         forward = self.forward if self._records else self.forward_without_grad
         calls = {"fwd": forward, "bwd": backward, "fwd+bwd": self.forward_backward}
@@ -273,6 +257,7 @@ class Bound(AnyBound):
         return results | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
 
     def facts(self, phase: str) -> dict[str, Any]:
+        """Further keys of the row of a phase."""
         return peak_facts(self.forward_backward, self._leaves) if phase == self._peak else {}
 
     def _own_leaves(self) -> Tensors:
@@ -315,7 +300,7 @@ class Problem(ABC):
 
     @abstractmethod
     def bind(self, implementation: Implementation) -> Any:
-        """An implementation with its own copy of the tensors, a `Bound`."""
+        """An implementation with its own copy of the tensors: a `Bound`, or what has its calls, results and facts."""
 
     @abstractmethod
     def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
@@ -332,23 +317,11 @@ def is_ours(impl: str) -> bool:
 
 
 def select_named(option: str, names: Iterable[str], known: Mapping[str, _Named], place: str) -> list[_Named]:
-    """The things that an option names, each once.
-
-    Raises:
-        UserError: a name is unknown in this place.
-    """
+    """The things that an option names, each once. Raises UserError if a name is unknown in this place."""
     chosen = dict.fromkeys(names)
     if unknown := [name for name in chosen if name not in known]:
         raise UserError(f"{option}: no {', '.join(unknown)} on {place}; there are: {', '.join(known)}")
     return [known[name] for name in chosen]
-
-
-def select_tables(
-    option: str, names: Sequence[str], known: Mapping[str, Sequence[_Case]], device: torch.device, quick: bool
-) -> list[_Case]:
-    """The cases of the tables that an option names, of all when none is; with `quick` the first of each."""
-    chosen = select_named(option, names or list(known), known, device.type)
-    return list(dict.fromkeys(case for cases in chosen for case in cases[: 1 if quick else None]))
 
 
 def select_implementations(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import DTYPES, AnyBound, Implementation, free_memory, select_named
+from flashtile.bench.base import DTYPES, Implementation, free_memory, select_named
 from flashtile.bench.cases import Case
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.start import UserError
@@ -65,11 +65,9 @@ def chosen_case(given: Mapping[str, Any], device: torch.device) -> list[Case]:
     return [replace(default_case(device), **wanted | ({"causal": False} if given.get("full") else {}))]
 
 
-class Steps(AnyBound):
+class Steps:
     """The steps of standard attention, in the order in which they run, on the tensors of one run. `calls` has them by
     "fwd" or "bwd" and the step's name. Raises UserError if the case has something else."""
-
-    calls: Mapping[str, Callable[[], Any]] = {}
 
     def __init__(self, case: Case, device: torch.device) -> None:
         if case.window is not None or case.lengths is not None or case.changes_scores or case.H != case.Hkv:
@@ -112,10 +110,13 @@ class Steps(AnyBound):
             "bwd, dq": lambda: torch.bmm(dscores, k) * scale,
             "bwd, dk": lambda: torch.bmm(dscores.transpose(1, 2), q) * scale,
         }
-        self.calls = {name: call for name, call in steps.items() if call is not None}
+        self.calls: Mapping[str, Callable[[], Any]] = {name: call for name, call in steps.items() if call is not None}
 
     def results(self, phase: str) -> dict[str, Tensor]:
         self.calls[phase]()
+        return {}
+
+    def facts(self, phase: str) -> dict[str, Any]:
         return {}
 
 

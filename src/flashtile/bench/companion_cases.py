@@ -27,6 +27,46 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _quack_layer_norm(others: dict[str, Tensor]) -> Way:
+    """Its weight and bias are float32; forward and backward are apart, so that autograd is put over them here."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class LayerNormOf(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            out, rstd, mean = layernorm_fwd(x, weight, bias, _EPSILON, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, ...]:
+            x, weight, rstd, mean = ctx.saved_tensors
+            return layernorm_bwd(x, weight, douts[0], rstd, mean, has_bias=True)
+
+    return Way(LayerNormOf.apply, own_leaves=lambda leaves: [leaves[0], *(t.float() for t in leaves[1:])])
+
+
+def _liger_rotary(others: dict[str, Tensor]) -> Way:
+    """It rotates queries and keys together, in place, as `[B, H, S, D]` views: half of the heads are the keys."""
+    from liger_kernel.transformers.functional import liger_rope
+
+    cos, sin = (torch.cat([others[name]] * 2, dim=-1)[None] for name in ("cos", "sin"))  # [1, S, D]
+
+    def turned(tensors: Sequence[Tensor]) -> Tensors:
+        return [t.transpose(1, 2) for t in tensors]
+
+    def halves(tensors: Tensors) -> Tensors:
+        return list(tensors[0].chunk(2, dim=2))
+
+    return Way(
+        lambda q, k: liger_rope(*turned((q, k)), cos, sin),
+        own_leaves=halves,
+        own_upstream=lambda tensors: turned(halves(tensors)),
+        outputs=lambda tensors: [torch.cat(turned(tensors), dim=2)],
+        gradients=lambda tensors: [torch.cat(tensors, dim=2)],
+    )
+
+
 @dataclass(frozen=True)
 class Copy(Companion):
     """A copy of a vector into new memory: by the CUDA runtime, which chooses how, and by a kernel of torch.compile."""
@@ -64,6 +104,11 @@ class RMSNorm(Companion):
     leaves: ClassVar = {"x": "rows columns", "weight": "columns"}
     outputs: ClassVar = {"out": "rows columns"}
     saved = ("x", "weight")
+    packages: ClassVar = {
+        "flashtile": call("flashtile.rms_norm", eps=_EPSILON),
+        "liger": call(f"{_LIGER}rms_norm", _EPSILON, **_LIGER_RMS),
+        "quack": call("quack.rmsnorm.rmsnorm", eps=_EPSILON),
+    }
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (self.normalise(*leaves),)
@@ -72,13 +117,6 @@ class RMSNorm(Companion):
         norm: Callable[..., Tensor] = F.layer_norm if "bias" in self.leaves else F.rms_norm
         return norm(x, (self.columns,), *parameters, eps=_EPSILON)
 
-    def calls(self) -> dict[str, Build]:
-        return {
-            "flashtile": call("flashtile.rms_norm", eps=_EPSILON),
-            "liger": call(f"{_LIGER}rms_norm", _EPSILON, **_LIGER_RMS),
-            "quack": call("quack.rmsnorm.rmsnorm", eps=_EPSILON),
-        }
-
 
 @dataclass(frozen=True)
 class LayerNorm(RMSNorm):
@@ -86,10 +124,11 @@ class LayerNorm(RMSNorm):
 
     op = "layer_norm"
     leaves: ClassVar = {**RMSNorm.leaves, "bias": "columns"}
-
-    def calls(self) -> dict[str, Build]:
-        liger = call(f"{_LIGER}layer_norm", _EPSILON)
-        return {"flashtile": call("flashtile.layer_norm", eps=_EPSILON), "liger": liger, "quack": _quack_layer_norm}
+    packages: ClassVar = {
+        "flashtile": call("flashtile.layer_norm", eps=_EPSILON),
+        "liger": call(f"{_LIGER}layer_norm", _EPSILON),
+        "quack": _quack_layer_norm,
+    }
 
 
 @dataclass(frozen=True)
@@ -168,25 +207,6 @@ class DropoutAddLayerNorm(DropoutAddRMSNorm):
     leaves: ClassVar = {**DropoutAddRMSNorm.leaves, "bias": "columns"}
 
 
-def _quack_layer_norm(others: dict[str, Tensor]) -> Way:
-    """Its weight and bias are float32; forward and backward are apart, so that autograd is put over them here."""
-    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
-
-    class LayerNormOf(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            out, rstd, mean = layernorm_fwd(x, weight, bias, _EPSILON, return_rstd=True, return_mean=True)
-            ctx.save_for_backward(x, weight, rstd, mean)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor, ...]:
-            x, weight, rstd, mean = ctx.saved_tensors
-            return layernorm_bwd(x, weight, douts[0], rstd, mean, has_bias=True)
-
-    return Way(LayerNormOf.apply, own_leaves=lambda leaves: [leaves[0], *(t.float() for t in leaves[1:])])
-
-
 @dataclass(frozen=True)
 class Rotary(Companion):
     """`flashtile.apply_rotary` of `[B, S, H, D]`, whole heads, pairs of elements D / 2 apart; tables in x's dtype."""
@@ -200,6 +220,11 @@ class Rotary(Companion):
     leaves: ClassVar = {"x": "B S H D"}
     outputs: ClassVar = {"out": "B S H D"}
     tables: ClassVar = {"tables": "S D"}
+    packages: ClassVar = {
+        "flashtile": call("flashtile.apply_rotary", read=("cos", "sin")),
+        "liger": _liger_rotary,
+        "quack": call("quack.rotary.apply_rotary_emb", read=("cos", "sin")),
+    }
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         cos, sin = flashtile.rotary_tables(self.S, self.D, device=random.device)
@@ -209,32 +234,6 @@ class Rotary(Companion):
         first, second = leaves[0].chunk(2, dim=-1)
         cos, sin = others["cos"][:, None], others["sin"][:, None]  # [S, 1, D / 2]
         return (torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1),)
-
-    def calls(self) -> dict[str, Build]:
-        read = ("cos", "sin")
-        ours, quack = call("flashtile.apply_rotary", read=read), call("quack.rotary.apply_rotary_emb", read=read)
-        return {"flashtile": ours, "liger": _liger_rotary, "quack": quack}
-
-
-def _liger_rotary(others: dict[str, Tensor]) -> Way:
-    """It rotates queries and keys together, in place, as `[B, H, S, D]` views: half of the heads are the keys."""
-    from liger_kernel.transformers.functional import liger_rope
-
-    cos, sin = (torch.cat([others[name]] * 2, dim=-1)[None] for name in ("cos", "sin"))  # [1, S, D]
-
-    def turned(tensors: Sequence[Tensor]) -> Tensors:
-        return [t.transpose(1, 2) for t in tensors]
-
-    def halves(tensors: Tensors) -> Tensors:
-        return list(tensors[0].chunk(2, dim=2))
-
-    return Way(
-        lambda q, k: liger_rope(*turned((q, k)), cos, sin),
-        own_leaves=halves,
-        own_upstream=lambda tensors: turned(halves(tensors)),
-        outputs=lambda tensors: [torch.cat(turned(tensors), dim=2)],
-        gradients=lambda tensors: [torch.cat(tensors, dim=2)],
-    )
 
 
 @dataclass(frozen=True)
@@ -249,15 +248,13 @@ class CausalSoftmax(Companion):
     leaves: ClassVar = {"x": "B H S S"}
     outputs: ClassVar = {"out": "B H S S"}
     saved = ("out",)
+    packages: ClassVar = {"flashtile": call("flashtile.scaled_causal_softmax", _SCALE)}
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"mask": torch.ones(self.S, self.S, dtype=torch.bool, device=random.device).triu(1)}
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return ((leaves[0] * _SCALE).masked_fill(others["mask"], float("-inf")).softmax(dim=-1),)
-
-    def calls(self) -> dict[str, Build]:
-        return {"flashtile": call("flashtile.scaled_causal_softmax", _SCALE)}
 
     def bytes(self, phase: str) -> int:
         visible, whole = self.S * (self.S + 1) // 2, self.S**2
@@ -270,14 +267,12 @@ class MaskedSoftmax(CausalSoftmax):
 
     op = "masked_softmax"
     rowwise = frozenset(("x", "mask", "out"))
+    packages: ClassVar = {"flashtile": call("flashtile.scaled_masked_softmax", _SCALE, read=("mask",))}
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         mask = random.booleans(self.B, 1, self.S, self.S, probability=_MASKED)
         mask[..., 0] = False  # the formula has no answer for a row with nothing left
         return {"mask": mask}
-
-    def calls(self) -> dict[str, Build]:
-        return {"flashtile": call("flashtile.scaled_masked_softmax", _SCALE, read=("mask",))}
 
     def bytes(self, phase: str) -> int:
         return Companion.bytes(self, phase) + self.B * self.S**2 * (phase == "fwd")
@@ -296,6 +291,11 @@ class CrossEntropy(Companion):
     outputs: ClassVar = {"loss": ""}
     rowwise = frozenset(("logits", "labels"))
     saved = ("logits",)
+    packages: ClassVar = {
+        "flashtile": call("flashtile.cross_entropy", read=["labels"]),
+        "liger": call(f"{_LIGER}cross_entropy", read=["labels"]),
+        "quack": call("quack.cross_entropy.cross_entropy", read=["labels"], reduction="mean"),
+    }
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"labels": random.labels(len(next(iter(leaves.values()))), self.vocabulary)}
@@ -303,20 +303,17 @@ class CrossEntropy(Companion):
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (F.cross_entropy(leaves[0], others["labels"]),)
 
-    def calls(self) -> dict[str, Build]:
-        return {
-            "flashtile": call("flashtile.cross_entropy", read=["labels"]),
-            "liger": call(f"{_LIGER}cross_entropy", read=["labels"]),
-            "quack": call("quack.cross_entropy.cross_entropy", read=["labels"], reduction="mean"),
-        }
-
     def lacks(self, implementation: str, phase: str) -> str | None:
         return "computes its gradient in the forward" if (implementation, phase) == ("liger", "bwd") else None
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropy(Companion):
-    """`flashtile.linear_cross_entropy` of `[tokens, hidden]` and an output layer `[vocabulary, hidden]`."""
+    """`flashtile.linear_cross_entropy` of `[tokens, hidden]` and an output layer `[vocabulary, hidden]`.
+
+    Liger's sums of gradients are in float32, as the others': in bfloat16, its default, they lose much over the chunks.
+    QuACK's does not search for tiles, which takes minutes, here and below.
+    """
 
     tokens: int
     hidden: int
@@ -328,6 +325,11 @@ class LinearCrossEntropy(Companion):
     outputs: ClassVar = {"loss": ""}
     rowwise = frozenset(("x", "labels"))
     products = ("tokens hidden vocabulary",)
+    packages: ClassVar = {
+        "flashtile": call("flashtile.linear_cross_entropy", read=["labels"]),
+        "liger": call(f"{_LIGER}fused_linear_cross_entropy", read=["labels"], accum_dtype=torch.float32),
+        "quack": call("quack.linear_cross_entropy.chunked_linear_cross_entropy", read=["labels"], tuned=False),
+    }
     others = CrossEntropy.others
 
     def width(self) -> int:
@@ -335,15 +337,6 @@ class LinearCrossEntropy(Companion):
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (F.cross_entropy(F.linear(*leaves), others["labels"]),)
-
-    def calls(self) -> dict[str, Build]:
-        """Liger's sums of gradients in float32, as the others': in bfloat16, its default, they lose much over the
-        chunks. QuACK's without its search for tiles, which takes minutes, here and below."""
-        return {
-            "flashtile": call("flashtile.linear_cross_entropy", read=["labels"]),
-            "liger": call(f"{_LIGER}fused_linear_cross_entropy", read=["labels"], accum_dtype=torch.float32),
-            "quack": call("quack.linear_cross_entropy.chunked_linear_cross_entropy", read=["labels"], tuned=False),
-        }
 
 
 @dataclass(frozen=True)
@@ -359,12 +352,12 @@ class FusedDense(Companion):
     leaves: ClassVar = {"x": "tokens columns", "weight": "features columns", "bias": "features"}
     outputs: ClassVar = {"out": "tokens features"}
     products = ("tokens columns features",)
+    packages: ClassVar = {
+        "flashtile": call("flashtile.fused_dense"), "quack": call("quack.linear.linear_func", tuned=False),
+    }  # fmt: skip
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (F.linear(*leaves),)
-
-    def calls(self) -> dict[str, Build]:
-        return {"flashtile": call("flashtile.fused_dense"), "quack": call("quack.linear.linear_func", tuned=False)}
 
 
 @dataclass(frozen=True)

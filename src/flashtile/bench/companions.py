@@ -54,9 +54,6 @@ def call(
     return build
 
 
-_BACKENDS = {"flashtile-triton": "triton", "flashtile-cpu": "cpu"}
-
-
 class Random:
     """Random tensors of a case, drawn on the device."""
 
@@ -92,6 +89,7 @@ class Companion(AnyCase, ABC):
         rowwise: names of leaves, others and outputs that have a row (first dimension) for each row of the problem. The
             other leaves belong to all rows.
         products: rows, columns and features of the products of matrices in a forward.
+        packages: how "flashtile", and the packages that have the operation, are called, where no size matters.
     """
 
     dtype: str
@@ -104,6 +102,7 @@ class Companion(AnyCase, ABC):
     saved: ClassVar[tuple[str, ...]] = ()
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "out"))
     products: ClassVar[tuple[str, ...]] = ()
+    packages: ClassVar[Mapping[str, Build]] = {}
 
     @property
     def name(self) -> str:
@@ -150,15 +149,15 @@ class Companion(AnyCase, ABC):
 
     def calls(self) -> dict[str, Build]:
         """How "flashtile", and the packages that have the operation, are called."""
-        return {}
+        return dict(self.packages)
 
     def ways(self) -> dict[str, Build]:
         """Name of an implementation that has the operation -> how it computes it."""
         calls = self.calls()
-        ours = calls.pop("flashtile", None)
-        backends = _BACKENDS if ours else {}
-        found = {name: functools.partial(ours, backend=backend) for name, backend in backends.items() if ours}
-        return {**found, "eager": self.eager, "compile": self._compiled, **calls}
+        found: dict[str, Build] = {"eager": self.eager, "compile": self._compiled}
+        if ours := calls.pop("flashtile", None):
+            found |= {f"flashtile-{backend}": functools.partial(ours, backend=backend) for backend in ("triton", "cpu")}
+        return found | calls
 
     def eager(self, others: dict[str, Tensor]) -> Way:
         """The formula as PyTorch runs it."""
@@ -217,8 +216,12 @@ class CompanionProblem(base.Problem):
         return self.case.make_inputs(Random(self.device, self.case.torch_dtype))
 
     @functools.cached_property
-    def _oracle(self) -> Oracle:
-        return Oracle(self.case, self._inputs)
+    def _expected(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self._evaluate(self._inputs.others)
+
+    def _evaluate(self, others: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The results in float64, and in the dtype of the inputs."""
+        return evaluate(self.case, self._inputs, others, torch.float64), evaluate(self.case, self._inputs, others)
 
     def offers(self, implementation: Implementation) -> bool:
         return implementation.name in self._ways
@@ -231,35 +234,19 @@ class CompanionProblem(base.Problem):
         return Bound(way, self._inputs, tuple(self.case.outputs), peak="fwd+bwd")
 
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return self._oracle.judge(results, bound.way.own_bits)
-
-
-#: Elements of one float64 matrix that the check may hold at once, beside the results themselves, where there is memory.
-_ELEMENTS = {"cuda": 2**28, "cpu": 2**22}
-
-
-class Oracle:
-    """Judges the results of a case."""
-
-    def __init__(self, case: Companion, inputs: Inputs) -> None:
-        self._case, self._inputs = case, inputs
-        self._expected = self._evaluate(inputs.others)
-
-    def judge(self, results: dict[str, Tensor], own_bits: bool) -> Verdict:
-        """Compares outputs, and gradients if any. `own_bits`: the implementation drew random bits of its own."""
-        expected = self._expected
-        if own_bits:
+        exact, eager = self._expected
+        if bound.way.own_bits:
             try:
-                expected = self._evaluate(self._case.with_bits(results, self._inputs))
+                exact, eager = self._evaluate(self.case.with_bits(results, self._inputs))
             except AssertionError as error:
                 return Verdict(float("inf"), f"wrong result: {error}")
-        exact, eager = expected
         return judge(
             (name, *parts) for name, found in results.items() for parts in _pieces(found, exact[name], eager[name])
         )
 
-    def _evaluate(self, others: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return evaluate(self._case, self._inputs, others, torch.float64), evaluate(self._case, self._inputs, others)
+
+#: Elements of one float64 matrix that the check may hold at once, beside the results themselves, where there is memory.
+_ELEMENTS = {"cuda": 2**28, "cpu": 2**22}
 
 
 def evaluate(

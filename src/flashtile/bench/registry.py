@@ -20,7 +20,7 @@ from flashtile.bench import (
     tables,
     training,
 )  # fmt: skip
-from flashtile.bench.base import AnyCase, Implementation, select_tables
+from flashtile.bench.base import AnyCase, Implementation, select_named
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Row
 from flashtile.bench.runner import ProblemOf
@@ -64,8 +64,10 @@ class Benchmark:
         """The cases that options choose. Raises UserError for an unknown name."""
         if self.choose is not None:
             return self.choose(given, device)
-        names, quick = given.get(self.option, ()), given.get("quick", False)
-        return select_tables(f"--{self.option}", names, self.tables(device), device, quick)
+        known = self.tables(device)
+        chosen = select_named(f"--{self.option}", given.get(self.option) or list(known), known, device.type)
+        first = 1 if given.get("quick") else None  # of each table
+        return list(dict.fromkeys(case for cases in chosen for case in cases[:first]))
 
 
 def _implementations(default: Callable[[Implementation], bool]) -> tuple[Implementation, ...]:

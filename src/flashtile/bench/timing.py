@@ -276,26 +276,16 @@ def summary(kernels: Iterable[tuple[str, Span]], calls: int) -> dict[str, float 
 def covered(spans: list[Span], by: list[Span]) -> float | None:
     """The share of the length of some spans that others cover."""
     total = _length(spans)
-    if not total:
-        return None
-    both = 0.0
-    for start, end in _union(spans):
-        both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in _union(by))
-    return both / total
+    return (total + _length(by) - _length([*spans, *by])) / total if total else None
 
 
 def _length(spans: list[Span]) -> float:
-    return sum(end - start for start, end in _union(spans))
-
-
-def _union(spans: list[Span]) -> list[Span]:
-    found: list[Span] = []
+    """Of what spans cover together."""
+    length, last = 0.0, -math.inf
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
+        length += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return length
 
 
 def describe_profile(found: dict[str, float | None]) -> str:

@@ -46,7 +46,7 @@ _SCATTER = 4.0
 Batch = TypeVar("Batch")
 
 
-class Steps(base.AnyBound, Generic[Batch]):
+class Steps(Generic[Batch]):
     """A model, its optimizer, and a batch.
 
     Args:

@@ -206,7 +206,7 @@ def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
 
 
 def _style(name: str, styles: Styles, others: list[str]) -> dict[str, Any]:
-    """Colour and mark of a name, by its place among `others` where it has no style; flashtile's lie above the others."""
+    """Colour and mark of a name, by its place among `others` where it has no style; ours lie above the rest."""
     index = styles[name] if name in styles else others.index(name)
     above = 4 if is_ours(name) else 3
     return {"color": LIGHT[index % len(LIGHT)], "marker": _MARKS[index % len(_MARKS)], "zorder": above}
