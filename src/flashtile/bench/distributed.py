@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flashtile
 from flashtile.bench.base import AnyCase, judge, select_named
 from flashtile.bench.commands import check_seconds
-from flashtile.bench.record import Recorder, command_line, make_row, require_writable
+from flashtile.bench.record import Recorder, Row, command_line, make_row, require_writable
 from flashtile.bench.runner import describe
 from flashtile.bench.start import UserError
 from flashtile.bench.timing import describe_profile, profile_calls, time_calls
@@ -59,21 +59,13 @@ class ParallelCase(AnyCase):
         forward = 4.0 * self.B * self.H * self.S**2 * self.D / (2 if self.causal else 1)
         return forward * (1 if phase == "fwd" else 3.5)
 
-    @property
-    def checked(self) -> ParallelCase:
-        """The same over few tokens, whose results are judged before a speed counts."""
-        return replace(self, S=min(self.S, _CHECKED * self.gpus))
-
     def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """q, k, v and dout of the whole sequence, the same on every rank."""
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(heads: int) -> Tensor:
-            return torch.randn(
-                self.B, self.S, heads, self.D, generator=generator, device=device, dtype=self.torch_dtype
-            )
-
-        return normal(self.H), normal(self.Hkv), normal(self.Hkv), normal(self.H)
+        options: dict[str, Any] = {"generator": generator, "device": device, "dtype": self.torch_dtype}
+        heads = (self.H, self.Hkv, self.Hkv, self.H)
+        return tuple(torch.randn(self.B, self.S, count, self.D, **options) for count in heads)
 
 
 def cases_named(device: str, gpus: int, quick: bool = False) -> list[ParallelCase]:
@@ -115,13 +107,10 @@ def one_gpu(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> 
 def ours(strategy: Strategy) -> Way:
     @contextmanager
     def make(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
-        q, k, v, dout = (shard_sequence(t, mesh) for t in whole)
-        leaves = tuple(t.requires_grad_() for t in (q, k, v))
-
-        def forward() -> Tensor:
-            return context_parallel_attention(q, k, v, mesh=mesh, strategy=strategy, causal=case.causal)
-
-        yield Share(leaves, dout, forward, "zigzag")
+        *qkv, dout = (shard_sequence(t, mesh) for t in whole)
+        leaves = tuple(t.requires_grad_() for t in qkv)
+        options: dict[str, Any] = {"mesh": mesh, "strategy": strategy, "causal": case.causal}
+        yield Share(leaves, dout, lambda: context_parallel_attention(*leaves, **options), "zigzag")
 
     return make
 
@@ -149,10 +138,8 @@ def torch_context_parallel(rotation: str) -> Way:
             for tensor in buffers:
                 tensor.requires_grad_()
 
-            def forward() -> Tensor:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
-
-            yield Share((q, k, v), dout, forward, layout)
+            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=case.causal)
+            yield Share((q, k, v), dout, lambda: attend().transpose(1, 2), layout)
 
     return make
 
@@ -255,13 +242,12 @@ def _run(rank: int, cases: Sequence[ParallelCase], setting: _Setting) -> None:
         rank=rank, world_size=gpus, timeout=timedelta(minutes=5),
     )  # fmt: skip
     try:
-        mesh = init_device_mesh(device, (gpus,))
         where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
         recorder = Recorder(where, setting.command, None if rank else setting.output)
-        checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
-        _compile_a_share(cases, where)
+        this = _Rank(init_device_mesh(device, (gpus,)), where, setting)
+        this.compile_a_share(cases)
         for case in cases:
-            for row in _rows(case, setting, mesh, where, checked):
+            for row in this.rows(case):
                 recorder.add([row])
                 if not rank:
                     print(_line(row), flush=True)
@@ -270,53 +256,122 @@ def _run(rank: int, cases: Sequence[ParallelCase], setting: _Setting) -> None:
         dist.destroy_process_group()
 
 
-def _compile_a_share(cases: Sequence[ParallelCase], where: torch.device) -> None:
-    """Each rank compiles kernels that others do not, and all find them in Triton's cache on disk."""
-    kinds = sorted({case.causal for case in cases})
-    if dist.get_rank() < len(kinds):
-        case = next(case for case in cases if case.causal is kinds[dist.get_rank()])
-        q, k, v, dout = replace(case, S=min(case.S, _COMPILED)).tensors(where)
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        torch.autograd.grad(flashtile.attention(q, k, v, causal=case.causal), leaves, dout)
-    dist.barrier()
+#: `ms` of each phase of an implementation, and what else is known of it.
+Found = dict[str, dict[str, Any]]
 
 
-def _rows(
-    case: ParallelCase,
-    setting: _Setting,
-    mesh: DeviceMesh,
-    where: torch.device,
-    checked: dict[tuple[str, bool], tuple[float, str | None]],
-) -> list[dict[str, Any]]:
-    """The rows of a case. All ranks come to the same decisions."""
-    rows: list[dict[str, Any]] = []
-    alone: dict[str, dict[str, Any]] = {}
-    for name in setting.names:
+class _Rank:
+    """What a process does. All ranks come to the same decisions."""
+
+    def __init__(self, mesh: DeviceMesh, where: torch.device, setting: _Setting) -> None:
+        self._mesh, self._where, self._setting = mesh, where, setting
+        #: By implementation and mask, the largest error, and what is wrong.
+        self._checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
+
+    def compile_a_share(self, cases: Sequence[ParallelCase]) -> None:
+        """Each rank compiles kernels that others do not, and all find them in Triton's cache on disk."""
+        kinds = sorted({case.causal for case in cases})
+        if dist.get_rank() < len(kinds):
+            case = next(case for case in cases if case.causal is kinds[dist.get_rank()])
+            q, k, v, dout = replace(case, S=min(case.S, _COMPILED)).tensors(self._where)
+            leaves = [t.requires_grad_() for t in (q, k, v)]
+            torch.autograd.grad(flashtile.attention(q, k, v, causal=case.causal), leaves, dout)
+        dist.barrier()
+
+    def rows(self, case: ParallelCase) -> list[Row]:
+        rows: list[Row] = []
+        alone: Found = {}
+        timer = "cuda-events" if self._where.type == "cuda" else "perf-counter"
+        for name in self._setting.names:
+            error, why, found = self._judged(name, case)
+            if name == BASELINE:
+                alone = found = _mean_time(found) if found else {}
+            gpus = 1 if name == BASELINE else case.gpus
+            for phase in PHASES:
+                facts: dict[str, Any] = {"efficiency": None} | ({} if why is None else {"why": why})
+                if found:
+                    ms = found[phase]["ms"]
+                    facts |= {"tflops": case.flops(phase) / ms / 1e9, **found[phase]}
+                    if alone:  # one GPU's time for all of the work over all GPUs' time
+                        facts["efficiency"] = alone[phase]["ms"] / (ms * gpus)
+                rows.append(make_row(case.op, phase, name, case.record(), error=error, timer=timer, **facts))
+        return rows
+
+    def _judged(self, name: str, case: ParallelCase) -> tuple[float, str | None, Found | None]:
+        """An implementation's error, why it has no time, and its times if it has some."""
         key = name, case.causal
-        if key not in checked:
-            checked[key] = _agreed(partial(_checked, name, case, mesh, where))
-        error, why = checked[key]
-        if why is None and not _agree(time.time() < setting.end):
+        if key not in self._checked:
+            self._checked[key] = _agreed(partial(self._check, name, case))
+        error, why = self._checked[key]
+        if why is None and not _agree(time.time() < self._setting.end):
             why = "no time was left"
-        found: dict[str, dict[str, Any]] | None = None
-        if why is None:
-            found, why = _agreed(partial(_measure, name, case, mesh, where, setting))
-        if name == BASELINE:
-            alone = found = _mean_time(found) if found else {}
-        gpus = 1 if name == BASELINE else case.gpus
-        for phase in PHASES:
-            facts: dict[str, Any] = {"efficiency": None} | ({} if why is None else {"why": why})
-            if found:
-                ms = found[phase]["ms"]
-                facts |= {"tflops": case.flops(phase) / ms / 1e9, **found[phase]}
-                if alone:  # one GPU's time for all of the work over all GPUs' time
-                    facts["efficiency"] = alone[phase]["ms"] / (ms * gpus)
-            timer = "cuda-events" if where.type == "cuda" else "perf-counter"
-            rows.append(make_row(case.op, phase, name, case.record(), error=error, timer=timer, **facts))
-    return rows
+        if why is not None:
+            return error, why, None
+        found, why = _agreed(partial(self._measure, name, case))
+        return error, why, found
+
+    def _check(self, name: str, case: ParallelCase) -> float:
+        """The largest error of this rank's output and gradients over few tokens, which must be within the policy. Then
+        it runs once over as many as take the kernels that are measured."""
+        few, short = replace(case, S=min(case.S, _CHECKED * case.gpus)), replace(case, S=min(case.S, _COMPILED))
+        whole = few.tensors(self._where)
+        results: list[Sequence[Tensor]] = []
+        for dtype in (torch.float64, whole[0].dtype):
+            tensors = [t.detach().to(dtype).requires_grad_() for t in whole[:3]]
+            out = flashtile.attention(*tensors, causal=case.causal, backend="reference")
+            results.append((out.detach(), *torch.autograd.grad(out, tensors, whole[3].to(dtype))))
+        with IMPLEMENTATIONS[name](few, self._mesh, tuple(t.detach().clone() for t in whole)) as share:
+            out = share.forward()
+            grads = torch.autograd.grad(out, share.leaves, share.dout)
+            found = (out.detach(), *gradients_in_layout(name, case, grads))
+        if name != BASELINE:
+            results = [[shard_sequence(t, self._mesh, layout=share.layout) for t in each] for each in results]
+        verdict = judge(zip(("out", "dq", "dk", "dv"), found, *results))
+        if verdict.why is not None:
+            raise AssertionError(verdict.why)
+        with IMPLEMENTATIONS[name](short, self._mesh, short.tensors(self._where)) as share:
+            torch.autograd.grad(share.forward(), share.leaves, share.dout)
+        return verdict.error
+
+    def _measure(self, name: str, case: ParallelCase) -> Found:
+        """The times of the slowest rank, and what else is known on rank 0. All of the work on one GPU every rank does
+        by itself, so that a failure there leaves nobody waiting."""
+        found: Found = {}
+        on_gpu, alone = self._where.type == "cuda", name == BASELINE
+        with IMPLEMENTATIONS[name](case, self._mesh, case.tensors(self._where)) as share:
+
+            def both() -> tuple[Tensor, ...]:
+                return torch.autograd.grad(share.forward(), share.leaves, share.dout)
+
+            for phase, function in zip(PHASES, (torch.no_grad()(share.forward), both)):
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                    held = torch.cuda.memory_allocated()
+                ms = self._median(function, alone)
+                found[phase] = {"ms": ms if alone else _agree(ms, dist.ReduceOp.MAX)}
+                if on_gpu:
+                    found[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+                    calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(found[phase]["ms"], 1e-3)))
+                    if self._setting.profiled and calls and not alone:
+                        found[phase]["profile"] = profile_calls(function, calls)
+        return found
+
+    def _median(self, function: Callable[[], Any], alone: bool) -> float:
+        """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now. On a
+        GPU the host runs ahead, as in a training: its time, and how far ranks are apart, count once, not each time."""
+        (first,) = time_calls(function, 1, self._where)
+        short = first <= _LONG * 1e3
+        if not (short if alone else _agree(short)):
+            return first
+        (first,) = time_calls(function, 1, self._where)
+        calls = max(1, min(20, int(self._setting.seconds * 1e3 / first)))
+        if not alone:
+            calls = int(_agree(calls))
+            dist.barrier()
+        return statistics.median(time_calls(function, calls, self._where))
 
 
-def _mean_time(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _mean_time(found: Found) -> Found:
     """One GPU's time: the mean of what each takes for all of the work, at the same time as the others. GPUs of a kind
     differ by some percent, and which one is the first is chance."""
     mine = torch.tensor([found[phase]["ms"] for phase in PHASES], dtype=torch.float64, device="cpu")
@@ -353,78 +408,7 @@ def _agree(value: float, reduction: Any = dist.ReduceOp.MIN) -> float:
     return float(number)
 
 
-def _checked(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device) -> float:
-    """The largest error over few tokens; then it runs once over as many as take the kernels that are measured."""
-    worst = _error(name, case.checked, mesh, where)
-    short = replace(case, S=min(case.S, _COMPILED))
-    with IMPLEMENTATIONS[name](short, mesh, short.tensors(where)) as share:
-        torch.autograd.grad(share.forward(), share.leaves, share.dout)
-    return worst
-
-
-def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device) -> float:
-    """The largest error of this rank's output and gradients, which must be within the policy."""
-    whole = case.tensors(where)
-    results: list[Sequence[Tensor]] = []
-    for dtype in (torch.float64, whole[0].dtype):
-        tensors = [t.detach().to(dtype).requires_grad_() for t in whole[:3]]
-        out = flashtile.attention(*tensors, causal=case.causal, backend="reference")
-        results.append((out.detach(), *torch.autograd.grad(out, tensors, whole[3].to(dtype))))
-    with IMPLEMENTATIONS[name](case, mesh, tuple(t.detach().clone() for t in whole)) as share:
-        out = share.forward()
-        grads = torch.autograd.grad(out, share.leaves, share.dout)
-        found = (out.detach(), *gradients_in_layout(name, case, grads))
-        layout = share.layout
-    if name != BASELINE:
-        results = [[shard_sequence(t, mesh, layout=layout) for t in each] for each in results]
-    verdict = judge(zip(("out", "dq", "dk", "dv"), found, *results))
-    if verdict.why is not None:
-        raise AssertionError(verdict.why)
-    return verdict.error
-
-
-def _measure(
-    name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, setting: _Setting
-) -> dict[str, dict[str, Any]]:
-    """`ms` of each phase, that of the slowest rank, and what else is known of it on rank 0. All of the work on one GPU
-    every rank does by itself, so that a failure there leaves nobody waiting."""
-    found: dict[str, dict[str, Any]] = {}
-    with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as share:
-
-        def both() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(share.forward(), share.leaves, share.dout)
-
-        group = None if name == BASELINE else dist.group.WORLD
-        for phase, function in zip(PHASES, (torch.no_grad()(share.forward), both)):
-            if where.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
-            ms = _median(function, where, setting.seconds, group)
-            found[phase] = {"ms": ms if group is None else _agree(ms, dist.ReduceOp.MAX)}
-            if where.type == "cuda":
-                found[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
-                calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(found[phase]["ms"], 1e-3)))
-                if setting.profiled and calls and group is not None:
-                    found[phase]["profile"] = profile_calls(function, calls)
-    return found
-
-
-def _median(function: Callable[[], Any], where: torch.device, seconds: float, group: dist.ProcessGroup | None) -> float:
-    """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now. On a GPU
-    the host runs ahead, as in a training: its time, and how far ranks are apart, count once, not each time."""
-    first = time_calls(function, 1, where)[0]
-    short = first <= _LONG * 1e3
-    if not (short if group is None else _agree(short)):
-        return first
-    first = time_calls(function, 1, where)[0]
-    calls = max(1, min(20, int(seconds * 1e3 / first)))
-    if group is not None:
-        calls = int(_agree(calls))
-        dist.barrier()
-    return statistics.median(time_calls(function, calls, where))
-
-
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     case = row["case"]
     head = f"{case['S']:>8,} {'causal' if case['causal'] else 'full':6} {row['phase']:8} {row['impl']:22}"
     if row["ms"] is None:
