@@ -215,11 +215,11 @@ def test_one_wrong_element_is_found_where_the_check_goes_by_pieces(name, monkeyp
     monkeypatch.setitem(companions._ELEMENTS, "cpu", 33 * 2)
     case = RMSNorm("bf16", 7, 33)
     inputs = case.make_inputs(Random(CPU, torch.bfloat16))
-    judge = companions.Oracle(case, inputs).judge
+    problem, bound = CompanionProblem(case, CPU), Bound(case.eager({}), inputs, tuple(case.outputs), peak="")
     results = evaluate(case, inputs, inputs.others)
-    assert judge(results, own_bits=False).why is None
+    assert problem.judge(bound, "bwd", results).why is None
     results[name][(-1,) * results[name].dim()] *= 1.5
-    verdict = judge(results, own_bits=False)
+    verdict = problem.judge(bound, "bwd", results)
     assert verdict.why is not None and verdict.why.startswith(f"wrong result: {name}: largest error")
 
 

@@ -13,7 +13,7 @@ from flashtile._backends import tuned
 from flashtile._backends.devices import KNOWN_DEVICES, device_facts
 from flashtile._backends.tuned import TunedRow, as_data
 from flashtile.cli.app import app
-from flashtile.cli.calls_to_tune import Calls
+from flashtile.cli.call import Calls
 from flashtile.cli.tune import _lookups
 from flashtile.ops.attention.gpu.tile_configs import choose_tiles
 from flashtile.tuning import command, measure

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import flashtile
 from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.bench_app import bench
-from flashtile.cli.call import Call
-from flashtile.cli.calls_to_tune import Calls
+from flashtile.cli.call import Call, Calls
 from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
 from flashtile.cli.demo import Options
-
-if TYPE_CHECKING:
-    from flashtile.bench.cases import Case
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -86,15 +82,13 @@ def doctor(
     wait_without_spinning()
     from flashtile.cli import doctor as module
 
-    console = make_console()
-    diagnoses = [module.examine(backend) for backend in module.backends()]
-    auto = next(d for d in diagnoses if d.backend == module.default_backend())
-    lacks = module.missing()
+    console, lacks = make_console(), module.missing()
+    backends, default = module.backends()
+    diagnoses = [module.examine(backend) for backend in backends]
+    auto = next(d for d in diagnoses if d.backend == default)
     if not as_json:
-        print_table(console, module.facts_table())
-        if lacks:
-            print_table(console, module.missing_table(lacks))
-        print_table(console, module.backends_table(diagnoses))
+        for table in module.tables(diagnoses, lacks):
+            print_table(console, table)
         verdict = "works" if auto.problem is None else "does not work"
         print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
     results = module.run_checks(console, show=not as_json) if check_kernels else []
@@ -179,16 +173,13 @@ def warmup(
 
     device = module.require_gpu()
     wanted = module.shapes(head_dim, dtype, causal, heads, heads_kv, seq)
-    begin = time.perf_counter()
-    console = make_console()
+    console, begin = make_console(), time.perf_counter()
     with Progress(console=console) as progress:
         task = progress.add_task("compiling", total=len(wanted))
-
-        def on_shape(case: Case) -> None:
-            progress.update(task, completed=wanted.index(case), description=case.name)
-
-        module.warm_up(wanted, device, on_shape)
-        progress.update(task, completed=len(wanted))
+        for case in wanted:
+            progress.update(task, description=case.name)
+            module.warm_up(case, device)
+            progress.advance(task)
     seconds = time.perf_counter() - begin
     print_text(console, f"kernels for {len(wanted)} shapes are ready, after {seconds:.0f} s.")
     return True

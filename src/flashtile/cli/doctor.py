@@ -67,14 +67,10 @@ def examine(backend: str) -> Diagnosis:
     return Diagnosis(backend, device, None)
 
 
-def backends() -> tuple[str, ...]:
-    """All of attention, in the order in which "auto" tries them."""
-    return _explained("auto", default_device()).backends
-
-
-def default_backend() -> str:
-    """The backend that `backend="auto"` takes here, for the call that `examine` makes."""
-    return _explained("auto", default_device()).backend or "none"
+def backends() -> tuple[tuple[str, ...], str]:
+    """All of attention, in the order in which "auto" tries them, and the one that it takes for `examine`'s call."""
+    explained = _explained("auto", default_device())
+    return explained.backends, explained.backend or "none"
 
 
 def _explained(backend: str, device: torch.device | str) -> flashtile.Explanation:
@@ -82,14 +78,6 @@ def _explained(backend: str, device: torch.device | str) -> flashtile.Explanatio
     dtype = torch.float16 if isinstance(device, str) else _dtype(device)
     q = torch.empty(1, 96, 1, 32, dtype=dtype, device="meta")
     return flashtile.explain(q, q, q, causal=True, backend=backend, device=device)
-
-
-def facts_table() -> Table:
-    """Versions, and facts of the device."""
-    facts: dict[str, Any] = machine(default_device())
-    lines = [[name, version or "not installed"] for name, version in versions().items() if version or name == "triton"]
-    lines += [[label, str(facts[name])] for name, label in FACTS.items() if facts.get(name)]
-    return Table("This machine", ["", "here"], lines, words=True)
 
 
 @dataclass(frozen=True)
@@ -121,15 +109,18 @@ def missing() -> list[Missing]:
     return found
 
 
-def missing_table(lacks: list[Missing]) -> Table:
-    lines = [[lack.name, lack.purpose, lack.remedy] for lack in lacks]
-    return Table("Not here", ["", "for", "remedy"], lines, words=True)
-
-
-def backends_table(diagnoses: list[Diagnosis]) -> Table:
+def tables(diagnoses: list[Diagnosis], lacks: list[Missing]) -> Iterator[Table]:
+    """Versions and facts of the device, what is missing, and the backends."""
+    facts: dict[str, Any] = machine(default_device())
+    lines = [[name, version or "not installed"] for name, version in versions().items() if version or name == "triton"]
+    lines += [[label, str(facts[name])] for name, label in FACTS.items() if facts.get(name)]
+    yield Table("This machine", ["", "here"], lines, words=True)
+    if lacks:
+        lines = [[lack.name, lack.purpose, lack.remedy] for lack in lacks]
+        yield Table("Not here", ["", "for", "remedy"], lines, words=True)
     lines = [[d.backend, str(d.device), "works" if d.problem is None else d.problem] for d in diagnoses]
     title = "Backends, each tried with a small forward and backward"
-    return Table(title, ["backend", "tensors on", "result"], lines, words=True)
+    yield Table(title, ["backend", "tensors on", "result"], lines, words=True)
 
 
 @dataclass(frozen=True)
@@ -143,12 +134,6 @@ class KernelResult:
 
 #: Compilation takes most of the time, and each process has a context of its own in the GPU's memory.
 _MOST_PROCESSES = 8
-
-
-def backends_to_check() -> list[str]:
-    """The backends with kernels of their own for the default device."""
-    explained = {backend: _explained(backend, default_device()) for backend in backends()}
-    return [name for name, found in explained.items() if any(kernel.backend == name for kernel in found.kernels)]
 
 
 def check_kernels(backends: list[str]) -> Iterator[KernelResult]:
@@ -179,11 +164,14 @@ def _problem(backend: str, number: int, device: str) -> str | None:
 
 def run_checks(console: Console, show: bool) -> list[KernelResult]:
     """Runs all checks of kernels, and where `show` is set prints what they found."""
-    names = backends_to_check()
+    device = default_device()
+    explained = {backend: _explained(backend, device) for backend in backends()[0]}
+    # Those with kernels of their own for the device.
+    names = [name for name, found in explained.items() if any(kernel.backend == name for kernel in found.kernels)]
     results = []
     with Progress(console=console, transient=True, disable=not show) as progress:
         total = sum(len(kernel_checks(backend)) for backend in names)
-        first = "" if default_device().type == "cpu" else ", which compiles their kernels first"
+        first = "" if device.type == "cpu" else ", which compiles their kernels first"
         if show:
             print_text(console, f"Checking {total} calls of {' and '.join(names)}{first}.")
         bar = progress.add_task("checking kernels", total=total)

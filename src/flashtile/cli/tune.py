@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch
 
 from flashtile.bench.report import Table
 from flashtile.bench.start import UserError
-from flashtile.cli.calls_to_tune import OPERATIONS, Calls
+from flashtile.cli.call import OPERATIONS, Calls
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.explain import parse_dtype
 from flashtile.tuning import unavailable_reason
@@ -91,24 +90,14 @@ def _lookups(calls: Calls, device: torch.device) -> list[Lookup]:
     if calls.heads % calls.heads_kv:
         raise UserError(f"--heads-kv: expected a divisor of --heads {calls.heads}, got {calls.heads_kv}")
     dtypes = [parse_dtype(name) for name in calls.dtype]
-    causal = (False, True) if calls.causal is None else (calls.causal,)
     with command.watching() as found:
         if calls.program is not None:
             command.run_program(calls.program)
             return found
         try:
-            if "attention" in operations:
-                for head_dim, dtype, flag, seq in itertools.product(calls.head_dim, dtypes, causal, calls.seq):
-                    command.ask_attention(head_dim, dtype, flag, seq, calls.heads, calls.backend, device)
-            if "decoding" in operations:
-                for head_dim, dtype, page_size in itertools.product(calls.head_dim, dtypes, calls.page_size):
-                    command.ask_decoding(head_dim, dtype, calls.heads // calls.heads_kv, page_size, device)
+            command.ask(calls, operations, dtypes, device)
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from None
-        for width in calls.width if "norms" in operations else ():
-            command.ask_norm(width, device)
-        for vocabulary in calls.vocabulary if "losses" in operations else ():
-            command.ask_loss(vocabulary, device)
     return found
 
 

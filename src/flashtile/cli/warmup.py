@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -31,14 +31,12 @@ def require_gpu() -> torch.device:
     return torch.device("cuda")
 
 
-def warm_up(wanted: list[Case], device: torch.device, on_shape: Callable[[Case], None]) -> None:
-    """Runs a forward and backward of each shape, which leaves its kernels in Triton's cache on disk."""
-    for case in wanted:
-        on_shape(case)
-        dtype = parse_dtype(case.dtype)
-        q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in case.shapes())
-        try:
-            out = flashtile.attention(q, k, v, causal=case.causal)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{case.name}: {error}") from None
-        out.backward(torch.zeros_like(out))
+def warm_up(case: Case, device: torch.device) -> None:
+    """Runs a forward and backward, which leaves their kernels in Triton's cache on disk."""
+    dtype = parse_dtype(case.dtype)
+    q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in case.shapes())
+    try:
+        out = flashtile.attention(q, k, v, causal=case.causal)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{case.name}: {error}") from None
+    out.backward(torch.zeros_like(out))

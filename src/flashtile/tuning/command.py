@@ -47,35 +47,27 @@ def run_program(command: str) -> None:
         sys.argv = before
 
 
-def ask_attention(
-    head_dim: int, dtype: torch.dtype, causal: bool, seq: int, heads: int, backend: str, device: torch.device
-) -> None:
-    """Asks what a forward and a backward ask."""
-    shape = max(1, _TOKENS // seq), seq, heads, head_dim
-    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
-    flashtile.explain(q, k, v, causal=causal, backend=backend, device=device)
-
-
-def ask_decoding(head_dim: int, dtype: torch.dtype, rows: int, page_size: int, device: torch.device) -> None:
-    """Asks what single tokens ask, of few sequences and of many. `rows`: query heads of a key/value head."""
-    for many in (False, True):
-        key = split_keys.TileKey(dtype, head_dim, head_dim, rows, page_size, many=many)
-        split_keys.choose_tiles(device_facts(device), key)
-
-
-def ask_norm(width: int, device: torch.device) -> None:
-    """Asks what RMS and layer norms in 16 bits ask, without and with a residual stream."""
-    facts = device_facts(device)
-    layer_norm.forward_config(layer_norm.ForwardKey(width), facts)
-    for sums, bytes_per_column in itertools.product((1, 2), (4, 6)):
-        layer_norm.backward_config(layer_norm.BackwardKey(width, sums, bytes_per_column, False), facts)
-
-
-def ask_loss(vocabulary: int, device: torch.device) -> None:
-    """Asks what losses of 16-bit and float32 logits ask."""
-    for itemsize, backward in itertools.product((2, 4), (False, True)):
-        key = cross_entropy.TileKey(vocabulary, itemsize, 16 // itemsize, backward)
-        cross_entropy.tile_config(key, device_facts(device))
+def ask(calls: Any, operations: Sequence[str], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    """Asks what calls of some operations ask. `calls`: their sizes, as the options of `flashtile tune`."""
+    facts, masks = device_facts(device), (False, True) if calls.causal is None else (calls.causal,)
+    if "attention" in operations:
+        for head_dim, dtype, causal, seq in itertools.product(calls.head_dim, dtypes, masks, calls.seq):
+            shape = max(1, _TOKENS // seq), seq, calls.heads, head_dim
+            q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(3))
+            flashtile.explain(q, k, v, causal=causal, backend=calls.backend, device=device)
+    if "decoding" in operations:  # single tokens, of few sequences and of many
+        rows = calls.heads // calls.heads_kv
+        for head_dim, dtype, page_size in itertools.product(calls.head_dim, dtypes, calls.page_size):
+            for many in (False, True):
+                key = split_keys.TileKey(dtype, head_dim, head_dim, rows, page_size, many=many)
+                split_keys.choose_tiles(facts, key)
+    for width in calls.width if "norms" in operations else ():  # RMS and layer norms, with and without a residual
+        layer_norm.forward_config(layer_norm.ForwardKey(width), facts)
+        for sums, bytes_per_column in itertools.product((1, 2), (4, 6)):
+            layer_norm.backward_config(layer_norm.BackwardKey(width, sums, bytes_per_column, False), facts)
+    for vocabulary in calls.vocabulary if "losses" in operations else ():
+        for itemsize, backward in itertools.product((2, 4), (False, True)):
+            cross_entropy.tile_config(cross_entropy.TileKey(vocabulary, itemsize, 16 // itemsize, backward), facts)
 
 
 @dataclass(frozen=True)

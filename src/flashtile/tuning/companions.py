@@ -1,4 +1,4 @@
-"""Choices of norms and losses."""
+"""Choices of norms, losses, and attention over a key/value cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile._backends.devices import DeviceFacts
+from flashtile._backends.devices import DeviceFacts, multiprocessors
+from flashtile.ops.common.split_keys.configs import AttendTiles, shared_memory
+from flashtile.ops.common.split_keys.configs import TileKey as AttendKey
 from flashtile.ops.common.tiles import RowTile, power_of_two
 from flashtile.ops.cross_entropy.kernels import TileConfig, TileKey
 from flashtile.ops.layer_norm.kernels import BackwardKey, ForwardKey
@@ -20,6 +22,9 @@ from flashtile.tuning.choice import Choice, Problem, UntunableError, normal
 _COLUMNS = 4096
 #: Elements of a thread: fewer leave too little in flight, more spill.
 _ELEMENTS = range(4, 65)
+#: Bytes of keys and values that a problem reads at most, and rows of a sequence where there are many.
+_CACHE_BYTES, _CACHE_ROWS = 256 * 2**20, 1024
+_HEADS_KV = 8
 
 
 def _row_tiles(width: int, device: DeviceFacts) -> Iterator[RowTile]:
@@ -107,7 +112,37 @@ def _loss_problem(key: TileKey, device: torch.device, tokens: int) -> Problem:
     return lambda: torch.autograd.grad(loss, [logits], retain_graph=True)
 
 
+def _decoding_candidates(device: DeviceFacts, key: AttendKey, shipped: AttendTiles) -> Iterator[AttendTiles]:
+    for block_n, num_warps, num_stages in itertools.product((16, 32, 64, 128), (2, 4, 8), (1, 2, 3, 4, 5)):
+        tiles = shipped._replace(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+        if tiles != shipped and shared_memory(device, tiles, key) <= device.shared_memory:
+            yield tiles
+
+
+def _decoding_problem(key: AttendKey, device: torch.device, tokens: int) -> Problem:
+    if not key.whole_words or key.head_dim != key.head_dim_v:
+        raise UntunableError("latent rows, and rows that begin between words")
+    dtype = torch.float8_e4m3fn if key.eight_bits else key.dtype
+    page = key.page_size or 1
+    total = min(_CACHE_BYTES // (2 * _HEADS_KV * key.head_dim * dtype.itemsize), 16 * tokens)
+    batch = max(-(-multiprocessors(device) // _HEADS_KV), total // _CACHE_ROWS) if key.many else 1
+    rows = max(1, total // batch // page) * page
+    outer = (batch * rows // page, page) if key.page_size else (batch, rows)
+    k, v = (normal(device, torch.float32, *outer, _HEADS_KV, key.head_dim).to(dtype) for _ in range(2))
+    q = normal(device, key.dtype, batch, 1, _HEADS_KV * key.rows, key.head_dim)
+    lengths = torch.full((batch,), rows, dtype=torch.int32, device=device)
+    table = torch.randperm(outer[0], device=device).view(batch, -1).int() if key.page_size else None
+
+    def attend() -> list[Tensor]:
+        out = flashtile.attention_with_kv_cache(q, k, v, cache_lengths=lengths, block_table=table, backend="triton")
+        assert isinstance(out, Tensor)
+        return [out]
+
+    return attend
+
+
 CHOICES = {
+    "decoding": Choice(_decoding_candidates, _decoding_problem),
     "norm.forward": Choice(_forward_candidates, _forward_problem),
     "norm.backward": Choice(_backward_candidates, _backward_problem),
     "cross_entropy": Choice(_loss_candidates, _loss_problem),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ from flashtile._backends.devices import DeviceFacts, interpreting
 from flashtile._backends.launch import KernelSource, compile_kernel, noting_kernels
 from flashtile._backends.tuned import Lookup, Tuned, TunedRow, as_data
 from flashtile.io_model import DEVICES, find_device
-from flashtile.tuning import attention, companions, decoding
+from flashtile.tuning import attention, companions
 from flashtile.tuning.choice import Choice, Problem
 from flashtile.tuning.predict import Compiled, is_modelled
 
 #: All choices by name.
-CHOICES: dict[str, Choice] = {**attention.CHOICES, **decoding.CHOICES, **companions.CHOICES}
+CHOICES: dict[str, Choice] = {**attention.CHOICES, **companions.CHOICES}
 
 #: Seconds of timing of each candidate, and of each of the fastest in a round; rounds, and how many come into them.
 _SECONDS, _ROUND_SECONDS, _ROUNDS, _FINALISTS = 0.02, 0.02, 6, 3
@@ -44,13 +44,6 @@ _ALLOWED = {1: 0.05, 2: 0.01, 4: 1e-4}
 Say = Callable[[str], None]
 
 
-class Timing(NamedTuple):
-    """A cut, and milliseconds of its problem."""
-
-    cut: Any
-    ms: float
-
-
 @contextmanager
 def compilers(jobs: int) -> Iterator[Executor | None]:
     """Processes that compile; None in the interpreter, where nothing is compiled."""
@@ -62,11 +55,8 @@ def compilers(jobs: int) -> Iterator[Executor | None]:
 
 
 def tune(lookup: Lookup, device: torch.device, tokens: int, pool: Executor | None, until: float, say: Say) -> TunedRow:
-    """The row for a key: its cut is the fastest found up to a time of `time.monotonic`, perhaps the shipped one.
-
-    Raises:
-        UntunableError: there is no problem for the key.
-    """
+    """The row for a key: its cut is the fastest found up to a time of `time.monotonic`, perhaps the shipped one. Raises
+    UntunableError if there is no problem for the key."""
     choice = CHOICES[lookup.choice]
     with tuned.using(None):
         problem = choice.problem(lookup.key, device, tokens)
@@ -74,14 +64,14 @@ def tune(lookup: Lookup, device: torch.device, tokens: int, pool: Executor | Non
     candidates = list(choice.candidates(lookup.device, lookup.key, lookup.shipped))
     say(f"compiling {len(candidates)} cuts")
     candidates = _in_order(lookup, choice, _compiled(lookup, candidates, problem, pool), device)
-    timings = [Timing(lookup.shipped, _time(lookup, lookup.shipped, problem, expected))]
+    times: dict[Any, float] = {}
     for number, cut in enumerate(candidates, 1):
         if time.monotonic() > until:
             break
         say(f"timing {number} of {len(candidates)} cuts")
-        timings.append(Timing(cut, _time(lookup, cut, problem, expected)))
-    shipped, fastest = timings[0], sorted(timings[1:], key=lambda timing: timing.ms)[:_FINALISTS]
-    cut, ms, shipped_ms = _final(lookup, shipped, [each for each in fastest if each.ms < math.inf], problem)
+        times[cut] = _time(lookup, cut, problem, expected)
+    fastest = [cut for cut in sorted(times, key=times.__getitem__)[:_FINALISTS] if times[cut] < math.inf]
+    cut, ms, shipped_ms = _final(lookup, fastest, problem)
     return TunedRow(lookup.choice, as_data(lookup.key), as_data(cut), ms, shipped_ms)
 
 
@@ -177,21 +167,21 @@ def _is_right(results: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return True
 
 
-def _final(lookup: Lookup, shipped: Timing, fastest: list[Timing], problem: Problem) -> tuple[Any, float, float]:
+def _final(lookup: Lookup, fastest: list[Any], problem: Problem) -> tuple[Any, float, float]:
     """The winner of some rounds, its time, and that of the shipped cut. Rounds go forwards and backwards in turns,
     because a GPU's clock falls while it works."""
-    cuts = [each.cut for each in (shipped, *fastest)]
+    cuts = [lookup.shipped, *fastest]
     samples: dict[Any, list[float]] = {cut: [] for cut in cuts}
     for number in range(_ROUNDS):
         for cut in cuts if number % 2 else reversed(cuts):
             with _cutting(lookup, cut):
                 samples[cut].append(_milliseconds(problem, _ROUND_SECONDS))
     medians = {cut: statistics.median(times) for cut, times in samples.items()}
-    best, own = min(medians, key=medians.__getitem__), samples[shipped.cut]
+    best, own = min(medians, key=medians.__getitem__), samples[lookup.shipped]
     won = sum(time < _WORTHWHILE * of_own for time, of_own in zip(samples[best], own))
     if won < _ROUNDS - 1:
-        best = shipped.cut
-    return best, medians[best], medians[shipped.cut]
+        best = lookup.shipped
+    return best, medians[best], medians[lookup.shipped]
 
 
 def _milliseconds(problem: Problem, seconds: float) -> float:
