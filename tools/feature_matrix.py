@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,53 +55,37 @@ class Feature(NamedTuple):
     apart: tuple[str, ...] = ()
 
 
-def _arguments(**arguments: object) -> Change:
-    return lambda case: with_arguments(case, **arguments)
+def _with(**changes: Any) -> Change:
+    """A call with other attributes of a case, or with other arguments."""
 
+    def changed(case: AttentionCase) -> AttentionCase:
+        own = {name: value for name, value in changes.items() if hasattr(case, name)}
+        rest = {name: value for name, value in changes.items() if name not in own}
+        return with_arguments(replace(case, **own), **rest)
 
-def _heads(head_dim: int, head_dim_v: int) -> Change:
-    return lambda case: replace(case, head_dim=head_dim, head_dim_v=head_dim_v)
-
-
-def _dtype(dtype: torch.dtype) -> Change:
-    return lambda case: replace(case, dtype=dtype)
-
-
-def _float32_heads(head_dim: int, head_dim_v: int) -> Change:
-    return lambda case: _heads(head_dim, head_dim_v)(_dtype(torch.float32)(case))
-
-
-def _block_mask(tile: tuple[int, int]) -> Callable[[AttentionCase], AttentionCase]:
-    return lambda case: replace(case, block_mask=tile)
+    return changed
 
 
 def _bias(case: AttentionCase) -> AttentionCase:
     return replace(case, bias="1hqk" if case.packed else "bhqk")
 
 
-#: Features without which the Hopper kernels serve float32.
+#: Features without which the Hopper kernels serve wide heads, and float32.
+_NOT_OF_WIDE_HEADS = (
+    "`alibi_slopes`", "`alibi_slopes`, with gradient", "`bias`, with gradient", "`mask`", "`block_mask`", "`score_mod`",
+    "`score_mod`, with gradients of captured tensors", "`dropout_p`",
+)  # fmt: skip
 _NOT_OF_FLOAT32 = (
-    "packed sequences",
-    "`key_lengths`",
-    "`softcap`",
-    "`alibi_slopes`",
-    "`alibi_slopes`, with gradient",
-    "`bias`, with gradient",
-    "`mask`",
-    "`block_mask`",
-    "`score_mod`",
-    "`score_mod`, with gradients of captured tensors",
+    *_NOT_OF_WIDE_HEADS, "packed sequences", "`key_lengths`", "`softcap`", "`return_max_scores=True`",
     "`score_mod`, with gradients of captured tensors and `deterministic=True`",
-    "`dropout_p`",
-    "`return_max_scores=True`",
-)
+)  # fmt: skip
 
 FEATURES = (
-    Feature("float16", (_dtype(torch.float16),)),
-    Feature("bfloat16", (_dtype(torch.bfloat16),)),
+    Feature("float16", (_with(dtype=torch.float16),)),
+    Feature("bfloat16", (_with(dtype=torch.bfloat16),)),
     Feature(
         "float32",
-        (_dtype(torch.float32),),
+        (_with(dtype=torch.float32),),
         (
             "float32 with heads of 65 to 512 columns",
             "head_dim a multiple of 8, up to 256, and another one of v",
@@ -110,65 +94,61 @@ FEATURES = (
     ),
     Feature(
         "float32 with heads of 65 to 512 columns",
-        (_float32_heads(192, 128), _float32_heads(72, 512), _float32_heads(512, 64)),
+        (
+            _with(head_dim=192, head_dim_v=128, dtype=torch.float32),
+            _with(head_dim=72, head_dim_v=512, dtype=torch.float32),
+            _with(head_dim=512, head_dim_v=64, dtype=torch.float32),
+        ),
         _NOT_OF_FLOAT32,
     ),
-    Feature("float64", (_dtype(torch.float64),)),
+    Feature("float64", (_with(dtype=torch.float64),)),
     Feature(
-        "head_dim a multiple of 8, up to 256, and another one of v", (_heads(64, 64), _heads(192, 128), _heads(8, 256))
+        "head_dim a multiple of 8, up to 256, and another one of v",
+        (_with(head_dim=64, head_dim_v=64), _with(head_dim=192, head_dim_v=128), _with(head_dim=8, head_dim_v=256)),
     ),
-    Feature("head_dim up to 256, not a multiple of 8, contiguous tensors", (_heads(20, 64), _heads(65, 64))),
-    Feature("head_dim of v not a multiple of 8", (_heads(64, 20), _heads(20, 20))),
+    Feature(
+        "head_dim up to 256, not a multiple of 8, contiguous tensors",
+        (_with(head_dim=20, head_dim_v=64), _with(head_dim=65, head_dim_v=64)),
+    ),
+    Feature(
+        "head_dim of v not a multiple of 8", (_with(head_dim=64, head_dim_v=20), _with(head_dim=20, head_dim_v=20))
+    ),
     Feature(
         "head_dim up to 512",
-        (_heads(512, 512), _heads(64, 264)),
-        (
-            "`alibi_slopes`",
-            "`alibi_slopes`, with gradient",
-            "`bias`, with gradient",
-            "`mask`",
-            "`block_mask`",
-            "`score_mod`",
-            "`score_mod`, with gradients of captured tensors",
-            "`dropout_p`",
-        ),
+        (_with(head_dim=512, head_dim_v=512), _with(head_dim=64, head_dim_v=264)),
+        _NOT_OF_WIDE_HEADS,
     ),
     Feature(
         "head_dim over 256 with dropout, a block mask or what changes scores, except `softcap` and `sinks`",
-        (lambda case: with_arguments(_heads(320, 64)(case), dropout_p=0.1),),
+        (_with(head_dim=320, head_dim_v=64, dropout_p=0.1),),
     ),
     Feature(
         "causal with both alignments, windows",
-        (_arguments(causal=True), _arguments(causal=True, align="top_left"), _arguments(window=(9, 4))),
+        (_with(causal=True), _with(causal=True, align="top_left"), _with(window=(9, 4))),
     ),
-    Feature(
-        "grouped and multi-query heads",
-        (lambda case: replace(case, heads_kv=2), lambda case: replace(case, heads_kv=1)),
-    ),
-    Feature(
-        "packed sequences", (lambda case: replace(case, key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),)
-    ),
+    Feature("grouped and multi-query heads", (_with(heads_kv=2), _with(heads_kv=1))),
+    Feature("packed sequences", (_with(key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),)),
     Feature("`key_lengths`", (lambda case: replace(case, key_lengths=(9,) * (3 if case.packed else 2)),)),
-    Feature("`softcap`", (_arguments(softcap=2.0),)),
-    Feature("`sinks`, with gradient", (lambda case: replace(case, sinks=True),)),
-    Feature("`alibi_slopes`", (lambda case: replace(case, alibi_slopes="bh", constant=("alibi_slopes",)),)),
-    Feature("`alibi_slopes`, with gradient", (lambda case: replace(case, alibi_slopes="h", constant=()),)),
+    Feature("`softcap`", (_with(softcap=2.0),)),
+    Feature("`sinks`, with gradient", (_with(sinks=True),)),
+    Feature("`alibi_slopes`", (_with(alibi_slopes="bh", constant=("alibi_slopes",)),)),
+    Feature("`alibi_slopes`, with gradient", (_with(alibi_slopes="h", constant=()),)),
     Feature("`bias`, with gradient", (_bias,)),
-    Feature("`mask`", (lambda case: replace(case, mask="11qk"),)),
-    Feature("`block_mask`", tuple(map(_block_mask, ((128, 128), (256, 128), (64, 64), (64, 256))))),
-    Feature("`score_mod`", (lambda case: replace(case, score_mod=True, constant=("score_mod",)),)),
+    Feature("`mask`", (_with(mask="11qk"),)),
+    Feature("`block_mask`", tuple(_with(block_mask=tile) for tile in ((128, 128), (256, 128), (64, 64), (64, 256)))),
+    Feature("`score_mod`", (_with(score_mod=True, constant=("score_mod",)),)),
     Feature(
         "`score_mod`, with gradients of captured tensors",
-        (lambda case: replace(case, score_mod=True, constant=()),),
+        (_with(score_mod=True, constant=()),),
         ("`deterministic=True`",),
     ),
     Feature(
         "`score_mod`, with gradients of captured tensors and `deterministic=True`",
-        (lambda case: with_arguments(replace(case, score_mod=True, constant=()), deterministic=True),),
+        (_with(score_mod=True, constant=(), deterministic=True),),
     ),
-    Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
-    Feature("`return_max_scores=True`", (_arguments(return_max_scores=True),)),
-    Feature("`deterministic=True`", (_arguments(deterministic=True),)),
+    Feature("`dropout_p`", (_with(dropout_p=0.1),)),
+    Feature("`return_max_scores=True`", (_with(return_max_scores=True),)),
+    Feature("`deterministic=True`", (_with(deterministic=True),)),
 )
 
 
