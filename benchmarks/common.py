@@ -46,14 +46,7 @@ class Program(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn from.
-
-    Attributes:
-        tokens: uint8, one dimension.
-        name: what they are.
-        sha256: of them.
-        documents: where each file begins, and the end.
-    """
+    """Bytes to learn from: uint8 `tokens`, in one dimension. `documents`: where each file begins, and the end."""
 
     tokens: Tensor
     name: str

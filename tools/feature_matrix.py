@@ -42,13 +42,8 @@ GPU = "sm_90"
 
 
 class Feature(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        label: in the documents.
-        changes: of the plain call; they must give the same cells.
-        apart: labels of features with which the row below holds instead.
-    """
+    """A row of the table. `changes`: of the plain call; they must give the same cells. `apart`: labels of features with
+    which the row below holds instead."""
 
     label: str
     changes: tuple[Change, ...]

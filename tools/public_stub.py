@@ -27,12 +27,8 @@ ASK_FOR_MORE = dict.fromkeys(
 
 
 class Module:
-    """The functions of a module, and where the names in it come from.
-
-    Attributes:
-        functions: each name -> its overloads, and last its implementation.
-        origins: each name -> the line that imports it.
-    """
+    """The functions of a module (each name -> its overloads, and last its implementation), and where the names in it
+    come from (each name -> the line that imports it)."""
 
     def __init__(self, name: str) -> None:
         path = SOURCES.joinpath(*name.split(".")).with_suffix(".py")

@@ -44,13 +44,8 @@ class Settings:
 
 
 def make_task(name: str, size: int | None = None, dashes: int | None = None) -> Task:
-    """A task by its name, "listops" or "pathfinder". Raises ValueError if its examples cannot be made.
-
-    Args:
-        name: of the task.
-        size: longest expression, or side of an image; None for Long Range Arena's, 2,000 and 32.
-        dashes: of a long path of Pathfinder.
-    """
+    """The task "listops" or "pathfinder". `size`: longest expression, or side of an image; None for Long Range Arena's,
+    2,000 and 32. `dashes`: of a long path of Pathfinder. Raises ValueError if its examples cannot be made."""
     if name == "listops":
         longest = 2000 if size is None else size
         limits = listops.Limits(min_length=max(1, longest // 4), max_length=longest)

@@ -20,13 +20,8 @@ _WIDTH = 64
 
 
 class Examples(NamedTuple):
-    """Sequences with a class each.
-
-    Attributes:
-        tokens: uint8 `[N, S]`; 0 past a length.
-        lengths: int32 `[N]`.
-        labels: int64 `[N]`.
-    """
+    """Sequences with a class each: `tokens` uint8 `[N, S]`, 0 past a length; `lengths` int32 `[N]`; `labels` int64
+    `[N]`."""
 
     tokens: Tensor
     lengths: Tensor
@@ -53,16 +48,8 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One of Long Range Arena's tasks.
-
-    Attributes:
-        make: number, seed, options, workers -> examples.
-        options: how they are made.
-        vocabulary: of the tokens.
-        classes: of the labels.
-        context: longest sequence.
-        grid: side of the image whose pixels are the tokens, or None.
-    """
+    """One of Long Range Arena's tasks. `make`: number, seed, options, workers -> examples. `context`: longest sequence.
+    `grid`: side of the image whose pixels are the tokens, or None."""
 
     make: Callable[[int, int, Any, int], Examples]
     options: Any

@@ -26,13 +26,8 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class Where:
-    """The places of the tokens of a batch.
-
-    Attributes:
-        lengths: int32 `[B]` of a padded batch; None where all are as long as the tensor.
-        cu_seqlens: int32 `[B + 1]` of a packed batch, else None.
-        max_seqlen: of the longest sequence.
-    """
+    """The places of the tokens of a batch. `lengths`: int32 `[B]` of a padded one; None where all are as long as the
+    tensor. `cu_seqlens`: int32 `[B + 1]` of a packed one, else None."""
 
     lengths: Tensor | None
     cu_seqlens: Tensor | None
@@ -121,11 +116,7 @@ class Classifier(nn.Module):
     A pixel's embedding is made from the 5 × 5 pixels around it, so that the first layer knows already which way a dash
     runs. The sequence is that of the pixels all the same.
 
-    Args:
-        task: its tokens, classes and longest sequence. Of an image whose pixels are the tokens places are rows and
-            columns.
-        attention: how it attends; the weights do not depend on it.
-        layers, width, heads: of the encoder.
+    Of an image whose pixels are the tokens, places are rows and columns. The weights do not depend on how it attends.
     """
 
     def __init__(self, task: Task, attention: Attention, layers: int, width: int, heads: int) -> None:

@@ -152,13 +152,8 @@ Tensors = list[Tensor]
 
 @dataclass
 class Inputs:
-    """Tensors of a case.
-
-    Attributes:
-        leaves: what takes a gradient, by name.
-        others: what takes none: labels, masks, tables.
-        upstream: gradients of the outputs, in their order.
-    """
+    """Tensors of a case: `leaves` take a gradient, `others` (labels, masks, tables) take none. `upstream`: the
+    gradients of the outputs, in their order."""
 
     leaves: dict[str, Tensor]
     others: dict[str, Tensor]

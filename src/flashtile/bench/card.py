@@ -72,13 +72,8 @@ def card_cases(device: torch.device) -> dict[str, Sequence[AnyCase]]:
 
 
 def public(record: Record, checks: Sequence[dict[str, Any]], tuned: Sequence[dict[str, Any]]) -> Record:
-    """What of a record is handed in.
-
-    Args:
-        record: as it was measured.
-        checks: for each backend and operation `backend`, `operation`, `calls`, and in `wrong` messages about calls.
-        tuned: rows of the user's table that calls read, as `flashtile tune` has them.
-    """
+    """What of a record is handed in. `checks`: for each backend and operation `backend`, `operation`, `calls`, and in
+    `wrong` messages about calls. `tuned`: rows of the user's table that calls read, as `flashtile tune` has them."""
     facts, versions, commit = record["machine"], record["versions"], record["commit"] or ""
     return {
         "machine": {name: facts[name] for name in MACHINE if name in facts},

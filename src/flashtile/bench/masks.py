@@ -163,13 +163,8 @@ def _separate(lengths: tuple[int, ...], pairs: float, causal: bool) -> Mask:
 
 
 class ScoreFunction(NamedTuple):
-    """A function of scores.
-
-    Attributes:
-        tables: from heads, seq and a generator, the tensors that it reads, float32 with heads first.
-        make: the function that reads such tensors; the second argument is seq.
-        learned: the gradients of the tables are part of the backward.
-    """
+    """A function of scores. `tables`: from heads, seq and a generator, the tensors that it reads, float32 with heads
+    first. `make`: from such tensors and seq, the function. `learned`: their gradients are part of the backward."""
 
     tables: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
     make: Callable[[Tables, int], ScoreMod]

@@ -205,13 +205,8 @@ def judge_dropout(results: dict[str, Tensor], reference: dict[str, Tensor]) -> V
 
 
 class StepsProblem(base.Problem):
-    """Training steps of a case on a device.
-
-    Attributes:
-        autocast: products are bfloat16.
-        exact, eager: losses by name of the training in float64, and of the eager one.
-        dropped: samples of the effect of dropout; None without.
-    """
+    """Training steps of a case on a device. `exact`, `eager`: losses by name of the training in float64, and of the
+    eager one. `dropped`: samples of the effect of dropout; None without."""
 
     phases = (PHASE,)
     exact: dict[str, Tensor]

@@ -26,13 +26,9 @@ _NO_COMMIT = (
 
 
 def make_card(console: Console, output: Path | None, jobs: int | None) -> bool:
-    """Checks the kernels, measures the cases of `bench/card.py`, writes the record, and shows the verdict. Returns
-    whether every result of ours was right.
-
-    Args:
-        output: the file; None for one in this folder that is named after the GPU.
-        jobs: processes that compile before a part is measured; None for what suits the machine.
-    """
+    """Checks the kernels, measures the cases of `bench/card.py`, writes the record (`output`: None for one in this
+    folder that is named after the GPU), and shows the verdict. Returns whether every result of ours was right. `jobs`:
+    processes that compile before a part is measured; None for what suits the machine."""
     device = commands.default_device()
     recorder = Recorder(device, card.COMMAND, None)
     output = output or Path(card.file_name(recorder.record))

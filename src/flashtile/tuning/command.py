@@ -120,12 +120,9 @@ def tune_all(
     say: Callable[[int, str], None],
     jobs: int | None = None,
 ) -> Iterator[Outcome]:
-    """Tunes one key after the other, until the time is over. Rows are in the table as soon as they are found.
-
-    Args:
-        say: is told the number of keys that are done, and what is done now.
-        jobs: processes that compile; default one for each core.
-    """
+    """Tunes one key after the other, until the time is over. Rows are in the table as soon as they are found. `say`:
+    told the number of keys that are done, and what is done now. `jobs`: processes that compile; default one for each
+    core."""
     until, tokens = time.monotonic() + seconds, _tokens(device)
     # What is timed by a CUDA graph cannot be captured on the default stream.
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -11,22 +11,16 @@ from flashtile.models import GPTConfig
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a demo run.
+    """Sizes of a demo run, which takes `seconds`.
 
     Attributes:
-        device: where it runs.
-        model: the GPT.
-        batch: sequences in a step.
         max_steps: training steps, unless the time is short.
-        learning_rate: of AdamW, after the warm-up.
-        warm_up_steps: over which the learning rate grows linearly from almost nothing.
+        learning_rate: of AdamW, after `warm_up_steps`, over which it grows linearly from almost nothing.
         autocast: bf16 in matrix products and attention.
         first_tolerance: largest difference of the first losses, in nats: the weights are still the same there.
         gradient_tolerance: largest relative difference of the first gradients of q, k and v, as norms.
         tolerance: largest difference at any later step, in nats: rounding has had time to grow.
-        lengths: sequence lengths of the attention measurement, ascending.
-        heads: attention heads there, with head_dim 64, batch 1.
-        seconds: time that the whole run may take.
+        lengths, heads: of the measurement of attention alone, ascending; head_dim is 64, the batch 1.
     """
 
     device: torch.device
