@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 #: it learns them.
 Attention = Callable[..., Tensor]
 
-#: The package of FlashAttention-4.
-FA4 = ("flash_attn.cute", "flash_attn.cute")
+#: The packages of FlashAttention-4 and of PyTorch's `varlen_attn`.
+FA4, TORCH_VARLEN = ("flash_attn.cute",) * 2, ("torch.nn.attention.varlen",) * 2
 #: torch.compile makes new FlexAttention kernels for every shape; of what others have too, these lengths are enough.
 _FLEX_LENGTHS = (2048, 8192, 16384)
 #: sdpa's memory-efficient kernel is slower than its others where those serve a case and there are more keys than this.
@@ -132,23 +132,39 @@ def torch_varlen_options(case: Any, offered: Collection[str]) -> dict[str, Any]:
     return options
 
 
-def _no_dropout(case: Case, device: torch.device) -> str | None:
-    return "has no dropout" if case.dropout_p else None
+Limits = Callable[[Case, torch.device], str | None]
 
 
-def _dense_only(case: Case, device: torch.device) -> str | None:
-    return "takes no packed batch" if case.lengths is not None else None
+def _lacks(**reasons: str) -> Limits:
+    """The reason of the first of some parts that a case has; None where it has none of them."""
+
+    def limits(case: Case, device: torch.device) -> str | None:
+        has = {
+            "dropout": case.dropout_p, "packed": case.lengths, "dense": case.lengths is None, "bias": case.bias,
+            "bias_and_mask": case.bias and (case.causal or case.window or case.mask),
+        }  # fmt: skip
+        return next((why for part, why in reasons.items() if has.get(part, getattr(case, part, None))), None)
+
+    return limits
 
 
-def _sdpa_limits(case: Case, device: torch.device) -> str | None:
-    """Why no kernel of sdpa serves a case; None if one may."""
-    if case.function is not None:
-        return "measured without functions"
-    if case.softcap is not None:
-        return "sdpa has no argument for a soft cap"
-    if case.bias is not None and (case.causal or case.window is not None or case.mask is not None):
-        return "sdpa takes a bias or a mask, not both"
-    return _dense_only(case, device)
+_sdpa_limits = _lacks(
+    function="measured without functions", softcap="sdpa has no argument for a soft cap",
+    bias_and_mask="sdpa takes a bias or a mask, not both", packed="takes no packed batch",
+)  # fmt: skip
+_fa4_limits = _lacks(
+    **dict.fromkeys(
+        ("mask", "bias", "function"),
+        "measured without masks and biases, which it takes as functions in a language of its own",
+    ),
+    dropout="has no dropout",
+)
+_torch_varlen_limits = _lacks(
+    dense="takes packed batches only", window="measured without windows", dropout="has no dropout"
+)
+_no_mask_tensor = _lacks(
+    has_mask_tensor="measured without masks that are tensors", packed="takes no packed batch", dropout="has no dropout"
+)
 
 
 def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
@@ -181,9 +197,7 @@ def _before_flash(device: torch.device) -> bool:
 def _flex_limits(case: Case, device: torch.device) -> str | None:
     if case.lengths is None and not case.changes_scores and case.S not in _FLEX_LENGTHS:
         return f"compiles for each shape, so measured at S = {', '.join(map(str, _FLEX_LENGTHS))} only"
-    if case.has_mask_tensor:
-        return "measured without masks that are tensors"
-    return _dense_only(case, device) or _no_dropout(case, device)
+    return _no_mask_tensor(case, device)
 
 
 def hopper_limits(case: Case, device: torch.device) -> str | None:
@@ -205,18 +219,6 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
         arguments["bias"] = torch.empty(case.bias_shape, dtype=case.torch_dtype, device="meta")
     answer = flashtile.explain(q, k, v, **arguments, backend="hopper", device=device)
     return answer.reason if answer.backend is None else None
-
-
-def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
-    if case.lengths is None:
-        return "takes packed batches only"
-    return "measured without windows" if case.window is not None else _no_dropout(case, device)
-
-
-def _fa4_limits(case: Case, device: torch.device) -> str | None:
-    if not (case.mask is case.bias is case.function is None):
-        return "measured without masks and biases, which it takes as functions in a language of its own"
-    return _no_dropout(case, device)
 
 
 def _plain_limits(case: Case, device: torch.device) -> str | None:
@@ -311,9 +313,7 @@ def sdpa(name: str, devices: tuple[str, ...], build: Callable[..., Any], **more:
     return Implementation(f"sdpa-{name}", devices, build, context=lambda: sdpa_kernel(backend), compiles=False, **more)
 
 
-def _sdpa(
-    name: str, limits: Callable[[Case, torch.device], str | None], devices: tuple[str, ...] = ("cuda",), **more: Any
-) -> Implementation:
+def _sdpa(name: str, limits: Limits, devices: tuple[str, ...] = ("cuda",), **more: Any) -> Implementation:
     return sdpa(name, devices, _build_sdpa, unsupported=limits, heads_first=True, own_dropout=True, **more)
 
 
@@ -331,14 +331,7 @@ IMPLEMENTATIONS = (
     Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),
     Implementation("fa4", ("cuda",), _build_fa4, _fa4_limits, FA4),
     Implementation(
-        "fa4-deterministic",
-        ("cuda",),
-        functools.partial(_build_fa4, deterministic=True),
-        _fa4_limits,
-        FA4,
-        default=False,
+        "fa4-deterministic", ("cuda",), partial(_build_fa4, deterministic=True), _fa4_limits, FA4, default=False
     ),
-    Implementation(
-        "torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits, ("torch.nn.attention.varlen",) * 2
-    ),
+    Implementation("torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits, TORCH_VARLEN),
 )

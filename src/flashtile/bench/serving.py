@@ -21,7 +21,7 @@ import flashtile
 from flashtile.bench import base
 from flashtile.bench.base import Implementation, Verdict, Way, judge, spread
 from flashtile.bench.cases import cumulative
-from flashtile.bench.implementations import FA4, sdpa, torch_varlen_options
+from flashtile.bench.implementations import FA4, TORCH_VARLEN, sdpa, torch_varlen_options
 from flashtile.bench.serving_cases import PHASE, ServingCase
 
 #: Pairs of a sequence and a key/value head that are checked, and queries of each.
@@ -94,9 +94,7 @@ def make_inputs(case: ServingCase, device: torch.device, seed: int = 0) -> Input
     return Inputs(normal(*queries, case.H, case.D), k_cache, v_cache, k, v, before, options)
 
 
-def _block_table(
-    case: ServingCase, generator: torch.Generator, device: torch.device
-) -> tuple[Tensor, int]:  # fmt: skip
+def _block_table(case: ServingCase, generator: torch.Generator, device: torch.device) -> tuple[Tensor, int]:
     """`[B, pages of a sequence]` int32, 0 past its length, and the number of pages."""
     assert case.page is not None
     common = (case.shared_rows or 0) // case.page
@@ -116,15 +114,12 @@ def _cache(case: ServingCase, values: Tensor) -> tuple[Tensor, Tensor | None]:
     largest = torch.finfo(torch.float8_e4m3fn).max
     dims = (0, 1, 3) if case.factors == "head" else (1, 3)
     factors = values.abs().amax(dims).float() / largest
-    wide = factors if case.factors == "head" else factors[:, None]
-    return (values / wide[..., None]).clamp(-largest, largest).to(torch.float8_e4m3fn), factors
+    return (values / _beside(factors)).clamp(-largest, largest).to(torch.float8_e4m3fn), factors
 
 
-def widened(cache: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values that the numbers of a cache stand for."""
-    if factors is None:
-        return cache.to(dtype)
-    return (cache.float() * (factors if factors.dim() == 1 else factors[:, None])[..., None]).to(dtype)
+def _beside(factors: Tensor) -> Tensor:
+    """Factors of each head, or of each page and head, beside the elements of a cache."""
+    return (factors if factors.dim() == 1 else factors[:, None])[..., None]
 
 
 def gather_rows(
@@ -140,7 +135,8 @@ def gather_rows(
             place = inputs.block_table[sequence, : -(-count // (case.page or 1))].long()
         if factors is not None:
             factors = factors[heads] if factors.dim() == 1 else factors[place][:, heads]
-        rows = widened(cache[place][:, :, heads], factors, dtype).flatten(0, 1)[:count]
+        rows = cache[place][:, :, heads]
+        rows = (rows if factors is None else rows.float() * _beside(factors)).to(dtype).flatten(0, 1)[:count]
         if new is not None:
             new = _rotated(inputs, new, side == "k")[sequence, :, heads].to(dtype)
             rows = torch.cat([rows[: count - case.Sq], new])
@@ -266,10 +262,7 @@ def _pages_only(case: ServingCase, device: torch.device) -> str | None:
 
 
 def _dense_limits(widest: int) -> Callable[[ServingCase, torch.device], str | None]:
-    def limits(case: ServingCase, device: torch.device) -> str | None:
-        return f"heads are at most {widest}" if case.D > widest else _special(case)
-
-    return limits
+    return lambda case, device: f"heads are at most {widest}" if case.D > widest else _special(case)
 
 
 def _fa4_limits(case: ServingCase, device: torch.device) -> str | None:
@@ -289,10 +282,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation("copy", build=_copy, compiles=False, judged=False),
     Implementation("dense", build=_attention, unsupported=_dense_limits(_WIDEST_DENSE)),
-    Implementation(
-        "torch-varlen", ("cuda",), _varlen, _dense_limits(_WIDEST_VARLEN), ("torch.nn.attention.varlen",) * 2,
-        compiles=False,
-    ),
+    Implementation("torch-varlen", ("cuda",), _varlen, _dense_limits(_WIDEST_VARLEN), TORCH_VARLEN, compiles=False),
     sdpa("flash", ("cuda", "cpu"), _sdpa, unsupported=_one_query),
     sdpa("cudnn", ("cuda",), _sdpa, unsupported=_one_query),
     Implementation("matmul", ("cpu",), _matmul, _one_query),
