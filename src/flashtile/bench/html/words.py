@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flashtile.bench.serving_cases import ServingCase
@@ -98,52 +99,8 @@ _ZERO_IS_ABSENT = ("dropout_p", "softcap")
 #: The name of a case that has none of the facets of others.
 NOTHING = "plain"
 
-OPERATIONS = {
-    "attention": "Attention", "attention-eager": "Attention, launched by the host", "attention-host": "Host time",
-    "attention-breakdown": "Standard attention, step by step",
-    "attention-io": "Traffic", "attention-tiles": "Attention with other tiles",
-    "attention-first-call": "First call in a new process", "context-parallel": "Attention over several GPUs",
-    "decode": "Decoding", "serving": "Serving", "copy": "Copy", "layer_norm": "Layer norm", "rms_norm": "RMS norm",
-    "dropout_add_layer_norm": "Dropout, add and layer norm", "dropout_add_rms_norm": "Dropout, add and RMS norm",
-    "rotary": "Rotary embedding", "causal_softmax": "Causal softmax", "masked_softmax": "Masked softmax",
-    "cross_entropy": "Cross-entropy", "linear_cross_entropy": "Linear layer and cross-entropy",
-    "fused_dense": "Linear layer", "fused_mlp": "Perceptron", "train-step": "Training step",
-    "train-curve": "Training on text", "prefix-trees": "Completions of one prompt",
-    "continuous-batching": "Continuous batching of transformers",
-    "bert-step": "Training step of BERT", "lra-listops": "Long Range Arena: ListOps",
-    "lra-pathfinder": "Long Range Arena: Pathfinder",
-}  # fmt: skip
-PHASES = {
-    "fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "fwd-nograd": "forward without gradients",
-    "fwd+bwd+step": "training step", "train": "training",
-}  # fmt: skip
-#: Beginnings of the names of implementations -> what they are called; the longest that fits counts.
-IMPLEMENTATIONS = {
-    "flashtile": "flashtile in a whole model", "flashtile-auto": "flashtile",
-    "flashtile-hopper": "flashtile, kernels for Hopper", "flashtile-triton": "flashtile, portable kernels",
-    "flashtile-cpu": "flashtile on a CPU", "flashtile-builtin": "flashtile, by an argument",
-    "flashtile-unshared": "flashtile, no rows shared", "flashtile-invariant": "flashtile, batch-invariant",
-    "flashtile-deterministic": "flashtile, deterministic",
-    "copy": "a copy of the cache's bytes", "dense": "the same without a cache (flashtile)",
-    "flashtile-compile": "flashtile under torch.compile",
-    "flashtile-fused-loss": "flashtile, last layer with the loss", "flashtile-packed": "flashtile on packed sequences",
-    "flashtile-padded-batch": "flashtile, the prompt repeated",
-    "flashtile-prefix-tree": "flashtile, the prompt computed once", "flashtile-one-gpu": "flashtile on one GPU",
-    "flashtile-ring": "flashtile, a ring of GPUs", "flashtile-all_gather": "flashtile, keys gathered on each GPU",
-    "flashtile-all_to_all": "flashtile, heads over the GPUs", "block-sparse": "flashtile with a block mask",
-    "matmul": "products and softmax in PyTorch", "sdpa": "PyTorch's attention",
-    "sdpa-flash": "FlashAttention-2 through PyTorch", "sdpa-cudnn": "cuDNN through PyTorch",
-    "sdpa-efficient": "memory-efficient kernel through PyTorch",
-    "sdpa-gathered": "PyTorch's attention, pages gathered", "sdpa-math": "plain attention through PyTorch",
-    "fa4": "FlashAttention-4", "flex": "FlexAttention of PyTorch", "torch-varlen": "varlen_attn of PyTorch",
-    "torch-cp-allgather": "context parallelism of PyTorch, all-gather",
-    "torch-cp-alltoall": "context parallelism of PyTorch, all-to-all", "plain": "attention with all scores in memory",
-    "standard": "attention step by step", "eager": "PyTorch's own functions", "compile": "torch.compile",
-    "liger": "Liger Kernel", "quack": "QuACK", "transformers-eager": "transformers, eager attention",
-    "transformers-sdpa": "transformers, PyTorch's attention",
-    "transformers-compile": "transformers under torch.compile",
-    "transformers-flashtile": "transformers with flashtile",
-}  # fmt: skip
+#: Names in records -> what they are called. Of implementations the longest beginning that fits counts.
+OPERATIONS, PHASES, IMPLEMENTATIONS = json.loads(Path(__file__).with_name("words.json").read_text("utf-8")).values()
 #: Keys of a case of attention -> what kind of call one that has it is; the first counts.
 _KINDS = {
     "function": "score and mask functions", "lengths": "packed sequences", "bias": "bias", "mask": "mask",
