@@ -8,11 +8,6 @@ from flashtile.bench.registry import case_name
 from flashtile.bench.tables import (
     cases_named,
     common_cases,
-    cpu_card_cases,
-    cpu_cases,
-    cpu_feature_cases,
-    cpu_grouped_cases,
-    cuda_cases,
     find_table,
     odd_cases,
     tables,
@@ -75,13 +70,13 @@ def test_table_of_a_case():
     expected = [["default", "masks", "features"], *[["default", "values"]] * 4, ["varlen", "masks"]]
     shapes = [["default", "features", "shapes"], *[["default", "shapes"]] * 2, *[["features", "shapes"]] * 2]
     assert sorted(shared) == sorted([*[["default", "features"]] * 7, *expected, *shapes])
-    assert find_table(cpu_cases()[-1]) == "default"
+    assert find_table(tables(CPU)["default"][-1]) == "default"
 
 
 def test_tables_are_chosen_by_name():
     known = tables(CUDA)
     assert cases_named(CUDA) == known["default"]
-    assert cases_named(CPU, ["all"]) == [*(*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases(), *cpu_card_cases())]
+    assert cases_named(CPU, ["all"]) == [case for cases in tables(CPU).values() for case in cases]
     assert cases_named(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
     assert cases_named(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
     with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, features, card, all"):
@@ -93,7 +88,7 @@ def test_tables_are_chosen_by_name():
 
 
 def test_select_cases_by_pattern_and_by_word():
-    cases = cuda_cases()
+    cases = tables(CUDA)["default"]
     assert all(case.name.startswith("d64-causal") for case in select_cases(cases, ["d64-causal-*"]))
     assert {case.S for case in select_cases(cases, ["s2048"])} == {2048}
     assert select_cases(cases, []) == cases
@@ -101,4 +96,4 @@ def test_select_cases_by_pattern_and_by_word():
 
 def test_select_cases_names_what_there_is():
     with pytest.raises(ValueError, match="'d65' matches no case; there are: d64-full-s512-bf16"):
-        select_cases(cuda_cases(), ["d65"])
+        select_cases(tables(CUDA)["default"], ["d65"])

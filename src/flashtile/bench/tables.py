@@ -47,11 +47,6 @@ def _kinds(*dtypes: str) -> list[dict[str, Any]]:
     return [{"dtype": dtype, "causal": causal} for dtype in dtypes for causal in _BOTH]
 
 
-def cuda_cases() -> list[Case]:
-    lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    return [wide_case(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths]
-
-
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
     heads = {64: 16, 128: 16, 256: 8}
@@ -66,31 +61,31 @@ def value_cases() -> list[Case]:
     return [*made, *(replace(layer, dtype=dtype, values=name) for dtype in _HALF for name in names)]
 
 
-def cpu_cases() -> list[Case]:
-    """Four heads of 64, 1k to 8k tokens, both dtypes, and one case each for a window and for dropout."""
+def _cpu_tables() -> dict[str, list[Case]]:
     kinds = _kinds("fp32", "bf16")
-    plain = [_case(1, seq, 4, 64, **kind) for kind in kinds for seq in (1024, 2048, 4096, 8192)]
-    window = _case(1, 4096, 4, 64, causal=True, window=(256, 0), dtype="fp32")
-    return [*plain, window, _case(1, 2048, 4, 64, causal=True, dropout_p=0.1, dtype="fp32")]
-
-
-def cpu_grouped_cases() -> list[Case]:
-    """A prompt of 1,024 tokens with 32 and 8 heads of 128; short sequences; one key/value head for all."""
-    sizes = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
-    kinds = _kinds("fp32", "bf16")
-    return [Case(*size, **kind) for size in sizes for kind in kinds]
-
-
-def cpu_feature_cases() -> list[Case]:
-    """Masks, biases and windows with 8 heads of 64, and windows of Swin."""
     changes: tuple[dict[str, Any], ...] = ({"mask": PADDING}, {"mask": "random0.5"}, {"bias": "1HSS"})
-    cases = (
+    features = (
         *(_case(2, 512, 8, 64, **change) for change in changes),
         _case(1, 2048, 8, 64, causal=True, window=(255, 0)),
         Case(1, 1024, 16, 4, 64, 64, causal=True, window=(127, 0)),
-        _case(64, 49, 4, 32, bias="1HSS"),
+        _case(64, 49, 4, 32, bias="1HSS"),  # windows of Swin
     )
-    return [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in cases]
+    # A prompt with 32 and 8 heads of 128; short sequences; one key/value head for all.
+    grouped = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
+    return {
+        DEFAULT: [
+            *(_case(1, seq, 4, 64, **kind) for kind in kinds for seq in (1024, 2048, 4096, 8192)),
+            _case(1, 4096, 4, 64, causal=True, window=(256, 0), dtype="fp32"),
+            _case(1, 2048, 4, 64, causal=True, dropout_p=0.1, dtype="fp32"),
+        ],
+        "grouped": [Case(*size, **kind) for size in grouped for kind in kinds],
+        "features": [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in features],
+        "card": [
+            _case(1, 512, 4, 64, causal=True, dtype="fp32"),
+            Case(1, 512, 8, 2, 64, 64, causal=True, dtype="bf16"),
+            _case(1, 1024, 4, 64, causal=True, window=(127, 0), dtype="fp32"),
+        ],
+    }
 
 
 def varlen_cases(heads: Mapping[int, int], causals: Sequence[bool]) -> list[Case]:
@@ -202,15 +197,6 @@ def card_cases(dtype: str) -> list[Case]:
     )
     single = (_case(4, 1024, 8, 64, causal=True, dtype="fp32"), _case(1, 4096, 4, 128, dtype="fp32"))
     return [*(replace(case, dtype=dtype) for case in half), *single]
-
-
-def cpu_card_cases() -> list[Case]:
-    """A causal call in both dtypes, grouped heads, and a window."""
-    return [
-        _case(1, 512, 4, 64, causal=True, dtype="fp32"),
-        Case(1, 512, 8, 2, 64, 64, causal=True, dtype="bf16"),
-        _case(1, 1024, 4, 64, causal=True, window=(127, 0), dtype="fp32"),
-    ]
 
 
 def function_cases() -> list[Case]:
@@ -368,12 +354,12 @@ _DRAWN: dict[str, Callable[..., list[Case]]] = {"random": common_cases, "random-
 def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
-        small = {"grouped": cpu_grouped_cases(), "features": cpu_feature_cases(), "card": cpu_card_cases()}
-        return {DEFAULT: cpu_cases(), **small}
-    lengths = (2048, 4096, 8192, 16384, 32768)
+        return _cpu_tables()
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
     return {
-        DEFAULT: cuda_cases(), "values": value_cases(),
-        "grouped": [Case(2, seq, 64, 8, 128, 128, causal=causal) for causal in _BOTH for seq in lengths],
+        DEFAULT: [wide_case(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths],
+        "values": value_cases(),
+        "grouped": [Case(2, seq, 64, 8, 128, 128, causal=causal) for causal in _BOTH for seq in (*lengths[2:], 32768)],
         "mla": [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in _BOTH],
         "window": [_case(1, 8192, 128, 64, causal=True, window=(127, 0))],
         "varlen": varlen_cases({64: 32, 128: 16}, _BOTH), "masks": mask_cases(), "features": feature_cases(),

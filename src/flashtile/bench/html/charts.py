@@ -218,37 +218,31 @@ def _table(title: str, rows: Rows, unit: str, said: Facets) -> Table:
     return pivot(title, ["case"], cells)
 
 
-@dataclass(frozen=True)
-class Family:
-    """Rows of one phase whose cases differ in the length alone, and in the batch that goes with it."""
-
-    case: dict[str, Any]
-    rows: tuple[Row, ...]
-
-
-def group_families(rows: Rows) -> tuple[list[Family], list[Row]]:
-    """Families with enough lengths for lines, and the rows of no such family."""
+def group_families(rows: Rows) -> tuple[list[list[Row]], list[Row]]:
+    """Families, rows of one phase whose cases differ in the length alone and in the batch that goes with it, with
+    enough lengths for lines; and the rows of no such family."""
 
     def kind(row: Row) -> str:
         long = isinstance(row["case"].get("S"), int) and not row["case"].get("lengths")
         return json.dumps(long and [row["op"], row["phase"], _without_length(row["case"])], sort_keys=True)
 
     found = grouped(rows, kind)
-    families, rest = [], found.pop("false", [])
+    families: list[list[Row]] = []
+    rest = found.pop("false", [])
     for members in found.values():
         if len({row["case"]["S"] for row in members}) < _LEAST_LENGTHS:
             rest += members
         else:
-            families.append(Family(_without_length(members[0]["case"]), tuple(members)))
+            families.append(members)
     return families, rest
 
 
 def _labelled(rows: Rows, said: Facets | None = None) -> Iterator[tuple[str, Row]]:
     """The rows of families, each with the name of its family, without what is `said`: by default what all have."""
     families, _ = group_families(rows)
-    labels = words.case_labels([family.case for family in families], _said(rows) if said is None else said)
-    for label, family in zip(labels, families):
-        yield from ((label, row) for row in family.rows)
+    cases = [_without_length(family[0]["case"]) for family in families]
+    for label, family in zip(words.case_labels(cases, _said(rows) if said is None else said), families):
+        yield from ((label, row) for row in family)
 
 
 def _without_length(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,10 +360,11 @@ def by_length(records: Sequence[Named]) -> list[LineChart]:
     """Speed, then ratio to the best peer, by length, of the kind of call that most programs make: causal, heads of 128;
     else one with many lengths. The first record that has such counts."""
     for named in records:
-        families = [one for one in group_families(attention_rows(named))[0] if ratios_to_best(one.rows)]
+        families = [one for one in group_families(attention_rows(named))[0] if ratios_to_best(one)]
         if families:
-            best = max(families, key=lambda one: (_likeness(one.case), len(one.rows))).case
-            rows = [row for one in families if one.case == best for row in one.rows]
+            common = max(families, key=lambda rows: (_likeness(rows[0]["case"]), len(rows)))
+            best = _without_length(common[0]["case"])
+            rows = [row for one in families if _without_length(one[0]["case"]) == best for row in one]
             said = f" ({', '.join((named.machine, *words.common_facets([best]).values()))})"
             charts = [*speeds(rows, "tflops", "TFLOP/s"), *ratios(rows)]
             return [replace(chart, title=chart.title + said) for chart in charts]
