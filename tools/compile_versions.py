@@ -19,34 +19,10 @@ import triton
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import KernelSource
+from support.attention import hopper_forms as shipped
 from support.attention.attention_cases import SCORE_MOD_PAIRS
-from support.attention.hopper_forms import (
-    BACKWARD_FEATURE_FORMS,
-    BACKWARD_FORMS,
-    BACKWARD_FUNCTION_FORMS,
-    BIAS_GRADIENT_FORMS,
-    BLOCK_FORMS,
-    CAPTURED_GRADIENT_FORMS,
-    FEATURE_FORMS,
-    FLOAT32_BACKWARD_FORMS,
-    FLOAT32_FORWARD_FORMS,
-    FORMS,
-    FP8_FORMS,
-    SCORE_FORMS,
-    SERIALISED,
-    WIDE_BACKWARD_FORMS,
-)
 from support.attention.width_mixes import BACKWARD_MIXES, FORWARD_MIXES
-from support.compilation.machine_code import (
-    WrongCodeError,
-    apart_backward_sources,
-    binary_of,
-    call_source,
-    float32_forward_sources,
-    hopper_plan,
-    portable_calls,
-    serialises_products,
-)
+from support.compilation import machine_code
 
 
 def report(name: str, source: KernelSource, expected: bool = False, arch: str = "sm_90") -> bool:
@@ -54,14 +30,14 @@ def report(name: str, source: KernelSource, expected: bool = False, arch: str = 
     expected to be."""
     line = f"triton {triton.__version__} {name}"
     try:
-        binary = binary_of(source, KNOWN_DEVICES[arch])
-    except WrongCodeError as error:
+        binary = machine_code.binary_of(source, KNOWN_DEVICES[arch])
+    except machine_code.WrongCodeError as error:
         print(f"{line}: WRONG ADDRESSES: {error}", flush=True)
         return True
     except Exception as error:  # whatever the compiler raises
         print(f"{line}: DOES NOT COMPILE: {error!r:.200}", flush=True)
         return True
-    serialised = serialises_products(binary)
+    serialised = machine_code.serialises_products(binary)
     print(
         f"{line}: {binary.shared_memory} bytes of shared memory, {binary.spilled} spilled"
         f"{', SERIALISED' if serialised else ''}",
@@ -71,34 +47,35 @@ def report(name: str, source: KernelSource, expected: bool = False, arch: str = 
 
 
 def main() -> int:
-    forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS | FEATURE_FORMS
-    problems = sum(report(f"forward {name}", hopper_plan(call).kernel.source) for name, call in forms.items())
+    forms = shipped.FORMS | shipped.SCORE_FORMS | shipped.BLOCK_FORMS | shipped.FP8_FORMS | shipped.FEATURE_FORMS
+    problems = sum(
+        report(f"forward {name}", machine_code.hopper_plan(call).kernel.source) for name, call in forms.items()
+    )
     # A loop of their own for cut steps only those versions have whose ptxas makes no product wait for it.
-    every = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS
+    every = shipped.BACKWARD_FORMS | shipped.BACKWARD_FEATURE_FORMS | shipped.BACKWARD_FUNCTION_FORMS
     backward = {name: of for name, of in every.items() if SUMS_PASS_LOOPS or not of.schedule.loops.MASKS_LAST}
     for name, of in backward.items():
         for kernel in ("begin", "main") if of.schedule.loops.SINGLE_KEY_TILE else ("begin", "main", "end"):
-            problems += report(f"backward {name} {kernel}", of.source(kernel), name in SERIALISED)
-    for name, of in BIAS_GRADIENT_FORMS.items():
+            problems += report(f"backward {name} {kernel}", of.source(kernel), name in shipped.SERIALISED)
+    for name, of in shipped.BIAS_GRADIENT_FORMS.items():
         problems += report(f"gradient of a bias {name}", of.source("bias"))
-    for name, of in CAPTURED_GRADIENT_FORMS.items():
+    for name, of in shipped.CAPTURED_GRADIENT_FORMS.items():
         problems += report(f"gradients of what a function reads {name}", of.source("captured"))
-    for name, call in WIDE_BACKWARD_FORMS.items():
-        for kernel, source in apart_backward_sources(call).items():
-            problems += report(f"wide backward {name} {kernel}", source)
-    for name, call in FLOAT32_FORWARD_FORMS.items():
-        for kernel, source in float32_forward_sources(call).items():
-            problems += report(f"forward of float32 {name} {kernel}", source)
-    for name, call in FLOAT32_BACKWARD_FORMS.items():
-        for kernel, source in apart_backward_sources(call).items():
-            problems += report(f"backward of float32 {name} {kernel}", source)
+    of_several = {
+        "wide backward": (shipped.WIDE_BACKWARD_FORMS, machine_code.apart_backward_sources),
+        "forward of float32": (shipped.FLOAT32_FORWARD_FORMS, machine_code.float32_forward_sources),
+        "backward of float32": (shipped.FLOAT32_BACKWARD_FORMS, machine_code.apart_backward_sources),
+    }
+    for title, (calls, sources) in of_several.items():
+        for name, call in calls.items():
+            problems += sum(report(f"{title} {name} {kernel}", source) for kernel, source in sources(call).items())
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES}
     for kernel, calls in mixes.items():
         for name, call in calls.items():
-            problems += report(f"portable {kernel} {name}", call_source(kernel, "sm_90", call))
+            problems += report(f"portable {kernel} {name}", machine_code.call_source(kernel, "sm_90", call))
     for arch in ("sm_90", "sm_80"):
-        for name, (kernel, call) in portable_calls(SCORE_MOD_PAIRS, arch).items():
-            problems += report(f"portable {arch} {name}", call_source(kernel, arch, call), True, arch)
+        for name, (kernel, call) in machine_code.portable_calls(SCORE_MOD_PAIRS, arch).items():
+            problems += report(f"portable {arch} {name}", machine_code.call_source(kernel, arch, call), True, arch)
     return problems
 
 

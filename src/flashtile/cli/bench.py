@@ -8,15 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import rich.progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)  # fmt: skip
 
 from flashtile.bench import commands
 from flashtile.bench.base import AnyCase
@@ -93,9 +86,9 @@ def _print(console: Console, text: str, end: str = "\n") -> None:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
-    columns = (BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}", markup=False))
-    bar = Progress(
+    times = bars.TimeElapsedColumn(), bars.TextColumn("left:"), bars.TimeRemainingColumn()
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), *times, bars.TextColumn("{task.description}", markup=False))
+    bar = bars.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=_WHOLE_RUN
     )
     with bar:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperOption
 
 from flashtile.bench.start import wait_without_spinning
@@ -38,39 +39,28 @@ class _Command(TyperCommand):
 
 
 _Names = list[str] | None
-#: Options of several commands -> type, default, and what is said of them.
-_SHARED: dict[str, tuple[Any, Any, Any]] = {
-    "table": (
-        _Names, None, typer.Option("--table", metavar="NAMES", help="Tables of cases, or 'all'; --list names them."),
-    ),
-    "cases": (
-        _Names, None, typer.Option("--cases", metavar="PATTERNS", help="Patterns of case names, such as '*-causal-*'."),
-    ),
-    "impl": (
-        _Names, None, typer.Option("--impl", metavar="NAMES", help="Implementations, such as flashtile-triton fa4."),
-    ),
-    "quick": (
-        bool, False, typer.Option("--quick", help="A few cases instead of all: about a minute on two CPU cores."),
-    ),
-    "seconds": (
-        float | None, None, typer.Option("--seconds", help="Time for each phase of each implementation in each case."),
-    ),
-    "jobs": (
-        int | None, None, typer.Option("--jobs", min=1, help="Processes that compile before anything is measured."),
-    ),
-    "output": (Path | None, None, typer.Option("--output", "-o", help="JSON file for the record.")),
-    "compare": (
-        Path | None, None,
-        typer.Option("--compare", metavar="RECORD", help="An earlier record: print speeds beside its own."),
-    ),
-    "against": (
-        str | None, None,
-        typer.Option(
-            "--against", metavar="REF", help="A commit: the same cases there and here in turns; ours alone by default."
-        ),
-    ),
-    "show": (bool, False, typer.Option("--list", help="Print the cases and implementations, and stop.")),
-}  # fmt: skip
+_Impl = Annotated[_Names, Option("--impl", metavar="NAMES", help="Implementations, such as flashtile-triton fa4.")]
+_Jobs = Annotated[int | None, Option(min=1, help="Processes that compile before anything is measured.")]
+#: Options of several commands.
+_SHARED: dict[str, Any] = {
+    "table": Annotated[
+        _Names, Option("--table", metavar="NAMES", help="Tables of cases, or 'all'; --list names them.")
+    ],
+    "cases": Annotated[
+        _Names, Option("--cases", metavar="PATTERNS", help="Patterns of case names, such as '*-causal-*'.")
+    ],
+    "impl": _Impl,
+    "quick": Annotated[bool, Option("--quick", help="A few cases instead of all: about a minute on two CPU cores.")],
+    "seconds": Annotated[float | None, Option(help="Time for each phase of each implementation in each case.")],
+    "jobs": _Jobs,
+    "output": Annotated[Path | None, Option("--output", "-o", help="JSON file for the record.")],
+    "compare": Annotated[Path | None, Option(metavar="RECORD", help="An earlier record: print speeds beside its own.")],
+    "against": Annotated[
+        str | None,
+        Option(metavar="REF", help="A commit: the same cases there and here in turns; ours alone by default."),
+    ],
+    "show": Annotated[bool, Option("--list", help="Print the cases and implementations, and stop.")],
+}
 _LAST = ("output", "compare", "against", "show")
 
 
@@ -81,9 +71,9 @@ def _benchmark(name: str, *shared: str) -> Callable[[Callable[..., None]], None]
     def register(declared: Callable[..., None]) -> None:
         options = list(inspect.signature(declared, eval_str=True).parameters.values())
         for option in (*shared, *_LAST):
-            kind, default, said = _SHARED[option]
+            default = False if option in ("quick", "show") else None
             of_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            options.append(inspect.Parameter(option, of_kind, default=default, annotation=Annotated[kind, said]))
+            options.append(inspect.Parameter(option, of_kind, default=default, annotation=_SHARED[option]))
 
         def command(**choice: Any) -> None:
             last = {option: choice.pop(option) for option in _LAST}
@@ -102,7 +92,7 @@ def bench_attention() -> None:
 @_benchmark("companions", "cases", "impl", "quick", "seconds", "jobs")
 def bench_companions(
     op: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Operations; --list names them. Default: all.")
+        list[str] | None, Option(metavar="NAMES", help="Operations; --list names them. Default: all.")
     ] = None,
 ) -> None:
     """Forward and backward of the operations beside attention, ours beside the peers; wrong results get no speed."""
@@ -120,15 +110,13 @@ def bench_invariance() -> None:
 
 @_benchmark("train", "impl", "quick", "seconds")
 def bench_train(
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Models; --list names them. Default: all.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
+    model: Annotated[list[str] | None, Option(metavar="NAMES", help="Models; --list names them. Default: all.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Sequences in a step.")] = None,
     context: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="NUMBERS", help="Tokens of a sequence; each number is measured.")
+        list[int] | None, Option(min=1, metavar="NUMBERS", help="Tokens of a sequence; each number is measured.")
     ] = None,
-    after: Annotated[int, typer.Option(min=0, help="Steps of training before what is measured.")] = 0,
-    dropout: Annotated[float, typer.Option(min=0, help="Probability of each of GPT-2's dropouts.")] = 0.0,
+    after: Annotated[int, Option(min=0, help="Steps of training before what is measured.")] = 0,
+    dropout: Annotated[float, Option(min=0, help="Probability of each of GPT-2's dropouts.")] = 0.0,
 ) -> None:
     """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
 
@@ -140,13 +128,13 @@ def bench_host_time() -> None:
 
 @_benchmark("breakdown", "impl", "seconds")
 def bench_breakdown(
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Size of a head.")] = None,
-    dropout_p: Annotated[float | None, typer.Option(min=0, help="Probability of dropping a weight.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Without the causal mask.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="fp16, bf16, fp32 or fp64.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Sequences.")] = None,
+    seq: Annotated[int | None, Option(min=1, help="Tokens of a sequence.")] = None,
+    heads: Annotated[int | None, Option(min=1, help="Heads.")] = None,
+    head_dim: Annotated[int | None, Option(min=1, help="Size of a head.")] = None,
+    dropout_p: Annotated[float | None, Option(min=0, help="Probability of dropping a weight.")] = None,
+    full: Annotated[bool, Option("--full", help="Without the causal mask.")] = False,
+    dtype: Annotated[str | None, Option(help="fp16, bf16, fp32 or fp64.")] = None,
 ) -> None:
     """The time of each step of standard attention, beside one call of ours."""
 
@@ -154,21 +142,21 @@ def bench_breakdown(
 @bench.command("distributed", cls=_Command)
 @ends
 def bench_distributed(
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file for the record.")],
+    output: Annotated[Path, Option("--output", "-o", help="JSON file for the record.")],
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Processes, one for each GPU. Default: all GPUs; two on a CPU.")
+        int | None, Option(min=1, help="Processes, one for each GPU. Default: all GPUs; two on a CPU.")
     ] = None,
     lengths: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="NUMBERS", help="Some of the table's lengths, such as 131072.")
+        list[int] | None, Option(min=1, metavar="NUMBERS", help="Some of the table's lengths, such as 131072.")
     ] = None,
-    mask: Annotated[str, typer.Option(help="both, causal or full: the cases with this mask.")] = "both",
-    impl: Annotated[_Names, _SHARED["impl"][2]] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="On GPUs only the cases with 32k and 128k tokens.")] = False,
-    seconds: Annotated[float, typer.Option(help="Time for the samples of each phase.")] = 0.25,
+    mask: Annotated[str, Option(help="both, causal or full: the cases with this mask.")] = "both",
+    impl: _Impl = None,
+    quick: Annotated[bool, Option("--quick", help="On GPUs only the cases with 32k and 128k tokens.")] = False,
+    seconds: Annotated[float, Option(help="Time for the samples of each phase.")] = 0.25,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Where each one's time goes, and how much of it is hidden.")
+        bool, Option("--profile", help="Where each one's time goes, and how much of it is hidden.")
     ] = False,
-    limit: Annotated[float, typer.Option(min=0, help="Seconds after which nothing new is started.")] = 240.0,
+    limit: Annotated[float, Option(min=0, help="Seconds after which nothing new is started.")] = 240.0,
 ) -> bool:
     """Context parallelism over the GPUs of this machine, ours beside PyTorch's own; wrong results get no speed.
 
@@ -189,9 +177,9 @@ def bench_distributed(
 @ends
 def bench_card(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The record. Default: a file here, named after the GPU.")
+        Path | None, Option("--output", "-o", help="The record. Default: a file here, named after the GPU.")
     ] = None,
-    jobs: Annotated[int | None, _SHARED["jobs"][2]] = None,
+    jobs: _Jobs = None,
 ) -> bool:
     """Check this GPU's kernels, measure some calls of each kind, and write a record to hand in (docs/hardware.md).
 
