@@ -458,7 +458,7 @@ def test_lists_are_words_commas_or_repeated_options(monkeypatch):
         result = invoke("bench", "train", "--impl", *names, "--quick", "--context", 8, 16)
         assert result.exit_code == 0, result.output
         (options,) = (seen.pop(),)
-        assert commands._given(options)["impl"] == ["a", "b"] and options["context"] == [8, 16] and options["quick"]
+        assert commands._split(options["impl"]) == ["a", "b"] and options["context"] == [8, 16] and options["quick"]
     stray = invoke("bench", "train", "--quick", "a")
     assert stray.exit_code == 2 and not seen
 

@@ -130,7 +130,11 @@ class BreakdownProblem(AttentionProblem):
 
     def __init__(self, case: Case, device: torch.device) -> None:
         _check_memory(case, device)
-        _check_call(case, device)
+        q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in case.shapes())
+        try:  # asks about the call instead of making it: steps have no checks of their own
+            flashtile.explain(q, k, v, causal=case.causal, dropout_p=case.dropout_p, device=device)
+        except ValueError as error:
+            raise UserError(f"breakdown: {error}") from None
         self._steps = Steps(case, device)
         super().__init__(case, device)
         self.op = BREAKDOWN
@@ -147,15 +151,6 @@ class BreakdownProblem(AttentionProblem):
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         return {}
-
-
-def _check_call(case: Case, device: torch.device) -> None:
-    """Asks about the call instead of making it: steps have no checks of their own."""
-    q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in case.shapes())
-    try:
-        flashtile.explain(q, k, v, causal=case.causal, dropout_p=case.dropout_p, device=device)
-    except ValueError as error:
-        raise UserError(f"breakdown: {error}") from None
 
 
 def _check_memory(case: Case, device: torch.device) -> None:

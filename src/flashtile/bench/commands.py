@@ -50,7 +50,8 @@ def measure(
     on_case: OnCase = lambda *case: None,
     announce: Announce = say_nothing,
 ) -> Record:
-    """Runs a command on this machine's device.
+    """Runs a command on this machine's device. Raises UserError if `output` cannot be written, a value does not fit, a
+    pattern or a name matches nothing, or a package that is needed is not installed.
 
     Args:
         command: a name of the registry.
@@ -59,21 +60,17 @@ def measure(
         output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
         on_case: called before and after each case, see `OnCase`.
         announce: called before each step of a case.
-
-    Raises:
-        UserError: `output` cannot be written, a value does not fit, a pattern or a name matches nothing, or a package
-            that is needed is not installed.
     """
     require_writable(output)
     check_seconds(options.get("seconds"))
-    given, device, benchmark = _given(options), default_device(), BENCHMARKS[command]
-    cases = select_cases(benchmark.cases(given, device), given.get("cases", ()))
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    given |= {name: _split(given[name]) for name in _LISTS if name in given}
+    device = default_device()
+    cases = select_cases(BENCHMARKS[command].cases(given, device), given.get("cases", ()))
     chosen = choose_implementations(command, given.get("impl", ()), device, given.get("quick", False))
     recorder = Recorder(device, command_line(), output)
-    jobs, seconds = given.get("jobs", 0), given.get("seconds")
-    measure_cases(
-        command, cases, chosen, recorder, jobs=jobs, seconds=seconds, on_case=on_case, announce=announce
-    )  # fmt: skip
+    times = {"jobs": given.get("jobs", 0), "seconds": given.get("seconds")}
+    measure_cases(command, cases, chosen, recorder, **times, on_case=on_case, announce=announce)
     return recorder.record
 
 
@@ -99,12 +96,6 @@ def measure_cases(
             rows = run_case(case, [*benchmark.always, *implementations], device, benchmark.problem, seconds, announce)
             recorder.add(rows)
             on_case(index, len(cases), case, rows)
-
-
-def _given(options: Options) -> Options:
-    """Options that were given, lists of names without commas."""
-    given = {name: value for name, value in options.items() if value is not None and value != []}
-    return {name: _split(value) if name in _LISTS else value for name, value in given.items()}
 
 
 _LISTS = ("impl", "cases", "table", "op", "model")

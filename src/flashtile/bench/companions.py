@@ -126,7 +126,10 @@ class Companion(AnyCase, ABC):
     def make_inputs(self, random: Random) -> Inputs:
         """Random tensors. Weights of layers are so small that a product keeps the variance."""
         leaves = {
-            name: random.normal(*(shape := self.shape(sizes)), scale=shape[-1] ** -0.5 if name in self._layers else 1.0)
+            name: random.normal(
+                *(shape := self.shape(sizes)),
+                scale=shape[-1] ** -0.5 if name.startswith("weight") and len(shape) > 1 else 1.0,
+            )
             for name, sizes in self.leaves.items()
         }
         upstream = [
@@ -134,10 +137,6 @@ class Companion(AnyCase, ABC):
             for sizes in self.outputs.values()
         ]
         return Inputs(leaves, self.others(random, leaves), upstream if len(self.phases) > 1 or self.products else [])
-
-    @property
-    def _layers(self) -> set[str]:
-        return {name for name, sizes in self.leaves.items() if name.startswith("weight") and " " in sizes}
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that take no gradient."""

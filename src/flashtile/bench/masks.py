@@ -295,18 +295,18 @@ def _tree(seq: int) -> Mask:
     parents = [parent for root in roots for parent in (-1, *[root] * _ANSWERS)]
 
     def visible(device: torch.device) -> Visible:
-        ends = [end for tree in range(trees) for end in ((tree + 1) * group, *_ends(tree * group + prompt, answer))]
+        starts = range(0, seq, group)
+        ends = [
+            end
+            for start in starts
+            for end in (start + group, *range(start + prompt + answer, start + group + 1, answer))
+        ]
         end = torch.repeat_interleave(torch.tensor(ends, device=device), torch.tensor(lengths, device=device)).int()
         return lambda q_index, k_index: (k_index <= q_index) & (q_index < end[k_index])
 
     inner = prompt * (prompt + 1) // 2 + _ANSWERS * (answer * (answer + 1) // 2 + answer * prompt)
     pattern = functools.partial(patterns.tree, lengths, parents)
     return Mask(trees * inner, visible, lambda device: pattern(device=device), parts=(group,) * trees)
-
-
-def _ends(start: int, answer: int) -> range:
-    """The ends of the answers that begin at some token."""
-    return range(start + answer, start + _ANSWERS * answer + 1, answer)
 
 
 #: Name of a function -> from seq, the mask.
