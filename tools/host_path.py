@@ -57,7 +57,9 @@ def pretend_gpu() -> None:
     from flashtile.ops.layer_norm import api as norms
 
     repeated.readable = lambda tensor: False  # no values are read, as on a GPU
-    seeds, generator, cpu = philox.SeedBlocks(), _Generator(), torch.device("cpu")
+    seeds, cpu = philox.SeedBlocks(), torch.device("cpu")
+    nothing_drawn = {"initial_seed": lambda: 0, "get_offset": lambda: 0, "set_offset": lambda offset: None}
+    generator: Any = SimpleNamespace(**nothing_drawn)  # of a GPU, which draws the same numbers again and again
     for module in (repeated, norms):
         module.next_dropout_seed = lambda tensor: seeds.draw(generator, cpu, 0)  # type: ignore[assignment,attr-defined]
     for _ in range(100):  # the first draws come from launches
@@ -66,19 +68,6 @@ def pretend_gpu() -> None:
     description.current_machine = lambda device: machine
     call = backends.StandardCall
     backends.StandardCall = lambda operation, requested, device_type, *facts: call(operation, requested, "cuda", *facts)
-
-
-class _Generator:
-    """The random generator of a GPU; it draws the same numbers again and again."""
-
-    def initial_seed(self) -> int:
-        return 0
-
-    def get_offset(self) -> int:
-        return 0
-
-    def set_offset(self, offset: int) -> None:
-        pass
 
 
 def cases() -> dict[str, Callable[[], Any]]:

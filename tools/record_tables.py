@@ -78,6 +78,10 @@ KEEP: dict[str, Keep] = {
 }  # fmt: skip
 
 
+def where(**wanted: Any) -> Keep:
+    return lambda case: wanted.items() <= case.items()
+
+
 def heads_of(low: int, high: int) -> Keep:
     return lambda case: low <= case["D"] <= high and case["window"] is None
 
@@ -124,15 +128,15 @@ def ratios(
     return Ratios([best[key] / mine[key] for key in best])
 
 
-def compared(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: Keep = KEEP["all"]) -> list[str]:
+def compared(record: str, *given: Any) -> list[str]:
     """How many cases; mean (lowest) and how many are slower, forward and then backward."""
-    forward, backward = (ratios(record, phase, ours, peers, keep) for phase in (FORWARD, BACKWARD))
+    forward, backward = (ratios(record, phase, *given) for phase in (FORWARD, BACKWARD))
     return [str(len(forward.values)), forward.full_cell, forward.slower, backward.full_cell, backward.slower]
 
 
-def means(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: Keep = KEEP["all"]) -> list[str]:
+def means(record: str, *given: Any) -> list[str]:
     """How many cases; mean (lowest), forward and then backward."""
-    forward, backward = (ratios(record, phase, ours, peers, keep) for phase in (FORWARD, BACKWARD))
+    forward, backward = (ratios(record, phase, *given) for phase in (FORWARD, BACKWARD))
     return [str(len(forward.values)), forward.cell, backward.cell]
 
 
@@ -140,20 +144,16 @@ def means(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: 
 
 
 def hopper_speeds() -> list[list[str]]:
-    times = {(row["impl"], row["phase"], json.dumps(row["case"])): row["ms"] for row in rows_of("h200-attention")}
-    cases = {json.dumps(row["case"]): row["case"] for row in rows_of("h200-attention")}
-    table = [["head_dim", "mask", "flashtile (`hopper`)", "FlashAttention-2", "cuDNN", "FlashAttention-4"]]
-    for key, case in cases.items():
+    found: dict[tuple[int, bool], dict[tuple[str, str], float]] = {}
+    for row in rows_of("h200-attention"):
+        case = row["case"]
         if KEEP["plain"](case) and case["S"] == 8192:
-            flops = 4 * case["B"] * case["H"] * case["S"] ** 2 * case["D"] / (2 if case["causal"] else 1)
-            speeds = [
-                " / ".join(
-                    f"{factor * flops / times[impl, phase, key] / 1e9:.0f}"
-                    for phase, factor in ((FORWARD, 1), (BACKWARD, 2.5))
-                )
-                for impl in ("flashtile-hopper", *PEERS)
-            ]
-            table.append([str(case["D"]), "causal" if case["causal"] else "full", *speeds])
+            found.setdefault((case["D"], case["causal"]), {})[row["impl"], row["phase"]] = row["tflops"]
+    table = [["head_dim", "mask", "flashtile (`hopper`)", "FlashAttention-2", "cuDNN", "FlashAttention-4"]]
+    for (head_dim, causal), speeds in found.items():
+        pairs = ((speeds[impl, FORWARD], speeds[impl, BACKWARD]) for impl in ("flashtile-hopper", *PEERS))
+        cells = (f"{forward:.0f} / {backward:.0f}" for forward, backward in pairs)
+        table.append([str(head_dim), "causal" if causal else "full", *cells])
     return table
 
 
@@ -248,23 +248,17 @@ def values() -> list[list[str]]:
     times = {(row["impl"], json.dumps(row["case"], sort_keys=True)): row["ms"] for row in rows}
     cases = [row["case"] for row in rows if row["impl"] == "flashtile-hopper"]
 
-    def longest(impl: str, group: list[Case]) -> str:
-        def time(case: Case, **changed: Any) -> float:
-            return times[impl, json.dumps({**case, **changed}, sort_keys=True)]
-
-        return f"{max(time(case) / time(case, values='normal') for case in group):.2f}"
+    def time(case: Case, **changed: Any) -> float:
+        return times["flashtile-hopper", json.dumps({**case, **changed}, sort_keys=True)]
 
     table = [["head_dim, tokens", *(f"{dtype}: {what}" for dtype in ("bf16", "fp16") for what in ("time", "speed"))]]
     for head_dim, tokens in ((64, 8192), (128, 8192), (256, 8192), (64, 4096)):
         cells = [f"{head_dim}, {tokens:,}{', trained' if tokens == 4096 else ''}"]
         for dtype in ("bf16", "fp16"):
-
-            def keep(case: Case, wanted: tuple[Any, ...] = (dtype, head_dim, tokens)) -> bool:
-                return (case["dtype"], case["D"], case["S"]) == wanted
-
-            group = [case for case in cases if keep(case)]
+            keep = where(dtype=dtype, D=head_dim, S=tokens)
+            longest = max(time(case) / time(case, values="normal") for case in filter(keep, cases))
             speed = ratios("h200-values", FORWARD, "flashtile-hopper", ("fa4", "sdpa-cudnn", "sdpa-flash"), keep)
-            cells += [longest("flashtile-hopper", group), speed.full_cell]
+            cells += [f"{longest:.2f}", speed.full_cell]
         table.append(cells)
     return table
 
@@ -289,11 +283,7 @@ def function_ratios(phase: str, name: str, head_dim: int) -> Ratios:
     later = {row["case"]["function"] for row in rows_of("h200-score-functions")}
     rows_of("h200-functions")
     record = "h200-score-functions" if name in later else "h200-functions"
-
-    def wanted(case: Case) -> bool:
-        return (case["function"], case["D"]) == (name, head_dim)
-
-    return ratios(record, phase, "flashtile-auto", ("flex",), wanted)
+    return ratios(record, phase, "flashtile-auto", ("flex",), where(function=name, D=head_dim))
 
 
 def functions() -> list[list[str]]:
@@ -377,7 +367,7 @@ def steps(record: str, **sizes: Any) -> list[list[str]]:
     table = [["model", "context", "batch", "implementation", "ms", "tokens/s", "of the peak", "MiB"]]
     for row in rows_of(record):
         case = row["case"]
-        if sizes.items() <= case.items() and "compile" not in row["impl"]:
+        if where(**sizes)(case) and "compile" not in row["impl"]:
             figures = f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.1%}", f"{row['peak_mib']:,.0f}"
             table.append([case["model"], str(case["S"]), str(case["B"]), row["impl"], *figures])
     return table
