@@ -48,6 +48,7 @@ def test_cases_are_of_all_gpus_together():
     causal, full = (next(c for c in cases if c.causal is kind and c.S == 2**15) for kind in (True, False))
     assert full.flops("fwd") == 2 * causal.flops("fwd") == 4 * 32 * 2**30 * 128
     assert full.flops("fwd+bwd") == 3.5 * full.flops("fwd")
+    assert full.cut(2048).S == 2048 and full.cut(2**20) == full
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,10 @@ class ParallelCase(AnyCase):
         forward = 4.0 * self.B * self.H * self.S**2 * self.D / (2 if self.causal else 1)
         return forward * (1 if phase == "fwd" else 3.5)
 
+    def cut(self, tokens: int) -> ParallelCase:
+        """The same over so many tokens at most."""
+        return replace(self, S=min(self.S, tokens))
+
     def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """q, k, v and dout of the whole sequence, the same on every rank."""
         generator = torch.Generator(device).manual_seed(seed)
@@ -273,7 +277,7 @@ class _Rank:
         kinds = sorted({case.causal for case in cases})
         if dist.get_rank() < len(kinds):
             case = next(case for case in cases if case.causal is kinds[dist.get_rank()])
-            q, k, v, dout = replace(case, S=min(case.S, _COMPILED)).tensors(self._where)
+            q, k, v, dout = case.cut(_COMPILED).tensors(self._where)
             leaves = [t.requires_grad_() for t in (q, k, v)]
             torch.autograd.grad(flashtile.attention(q, k, v, causal=case.causal), leaves, dout)
         dist.barrier()
@@ -313,7 +317,7 @@ class _Rank:
     def _check(self, name: str, case: ParallelCase) -> float:
         """The largest error of this rank's output and gradients over few tokens, which must be within the policy. Then
         it runs once over as many as take the kernels that are measured."""
-        few, short = replace(case, S=min(case.S, _CHECKED * case.gpus)), replace(case, S=min(case.S, _COMPILED))
+        few, short = case.cut(_CHECKED * case.gpus), case.cut(_COMPILED)
         whole = few.tensors(self._where)
         results: list[Sequence[Tensor]] = []
         for dtype in (torch.float64, whole[0].dtype):
