@@ -8,20 +8,17 @@ the device's, whichever is longer. Rows of it have the operation `attention-eage
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import Program
 from flashtile.bench.ahead import compile_ahead
 from flashtile.bench.cases import Case
-from flashtile.bench.commands import default_device
 from flashtile.bench.implementations import IMPLEMENTATIONS
 from flashtile.bench.oracle import AttentionProblem, HostProblem
-from flashtile.bench.record import Recorder, command_line
 from flashtile.bench.report import mean_tables
 from flashtile.bench.runner import run_case, side_stream
 from flashtile.bench.tables import small_cases
@@ -44,21 +41,20 @@ class EagerProblem(HostProblem):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.01, help="for each phase of each implementation")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile before anything is measured")
-    parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no case begins")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args(arguments)
-    begin, device = time.perf_counter(), default_device()
+    program = Program("small_calls", __doc__, "case")
+    add = program.add_argument
+    add("--count", type=int, default=256)
+    add("--seed", type=int, default=3)
+    add("--seconds", type=float, default=0.01, help="for each phase of each implementation")
+    add("--jobs", type=int, default=0, help="processes that compile before anything is measured")
+    add("--until", type=float, default=float("inf"), help="seconds after which no case begins")
+    options, device, recorder = program.start(arguments)
+    begin = time.perf_counter()
     cases = small_cases(options.count, options.seed)
     measured = [each for each in IMPLEMENTATIONS if each.name in _MEASURED]
     if options.jobs:
         compile_ahead("attention", cases, measured, device, options.jobs)
         print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    recorder = Recorder(device, command_line("python -m benchmarks.small_calls", arguments), options.output)
     with side_stream(device):
         for number, case in enumerate(cases):
             if time.perf_counter() - begin > options.until:
