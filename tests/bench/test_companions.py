@@ -55,7 +55,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def short_measuring(monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 def cases_named(device, op=(), quick=False):

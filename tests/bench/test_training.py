@@ -208,43 +208,42 @@ def run_bert(case, batch, *chosen):
     return runner.run_case(case, chosen, CPU, lambda case, device: bert.BertProblem(batch, case, device))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_right_dropout_gets_a_speed(dtype):
+@pytest.mark.parametrize("dtype, transformers", [("fp32", ("eager", "sdpa", "flashtile")), ("bf16", ())])
+def test_right_dropout_gets_a_speed(dtype, transformers):
     """Which is judged after the same training without dropout."""
+    if transformers:
+        pytest.importorskip("transformers")
     case, names = replace(DROPPED, dtype=dtype), ["flashtile", "flashtile-fused-loss", "plain"]
-    for row in run(case, *(BY_NAME[name] for name in names)):
+    for row in run(case, *(BY_NAME[name] for name in (*names, *(f"transformers-{name}" for name in transformers)))):
         assert row["ms"] is not None, row
         assert (row["op"], row["phase"], row["case"]) == ("train-step", "fwd+bwd+step", case.record())
         assert row["tokens_per_s"] == pytest.approx(case.tokens / row["ms"] * 1e3) and row["mfu"] is None
         assert row["tflops"] == pytest.approx(case.flops("") / row["ms"] / 1e9)
 
 
-def test_right_dropout_of_transformers_gets_a_speed():
-    pytest.importorskip("transformers")
-    for row in run(DROPPED, *(BY_NAME[f"transformers-{name}"] for name in ("eager", "sdpa", "flashtile"))):
-        assert row["ms"] is not None, row
-
-
 @pytest.mark.slow
 def test_right_dropout_of_bert_gets_a_speed():
+    """What drops nothing gets none."""
     pytest.importorskip("transformers")
-    names = ("flashtile", "transformers-sdpa", "transformers-flashtile")
-    for row in run_bert(*bert_case(), *(bert.IMPLEMENTATIONS[name] for name in names)):
+
+    def build(config, state):
+        return bert._flashtile(replace(config, dropout=0.0, attention_dropout=0.0), state)
+
+    right = [bert.IMPLEMENTATIONS[name] for name in ("flashtile", "transformers-sdpa", "transformers-flashtile")]
+    *rows, wrong = run_bert(*bert_case(), *right, Implementation("other", build=build))
+    for row in rows:
         assert row["ms"] is not None, row
         assert row["case"]["dropout_p"] == 0.1
+    assert wrong["ms"] is None and wrong["why"].startswith("wrong dropout: dropout_spread: mean 0.000e+00")
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_another_probability_gets_no_speed(dropout_p):
-    other = Implementation(
-        "other", build=lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights)
-    )
-    (row,) = run(replace(DROPPED, S=32), other)
-    assert row["ms"] is None and "dropout_fall: mean" in row["why"]
+def test_wrong_dropout_gets_no_speed():
+    """Of another probability; with the gradients of what was not dropped; training that is wrong without dropout."""
 
+    def of_probability(dropout_p):
+        return lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights)
 
-def test_gradients_of_what_was_not_dropped_get_no_speed():
-    def build(case, weights):
+    def build_whole(case, weights):
         model = build_plain(case, weights)
         same = dict(zip(weights, model.parameters, strict=True))
 
@@ -254,29 +253,17 @@ def test_gradients_of_what_was_not_dropped_get_no_speed():
 
         return replace(model, loss=loss)
 
-    (row,) = run(DROPPED, Implementation("other", build=build))
-    assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_fall: mean")
-    assert "dropout_rise" not in row["why"]
-
-
-def test_bert_that_drops_nothing_gets_no_speed():
-    pytest.importorskip("transformers")
-    case, batch = bert_case()
-
-    def build(config, state):
-        return bert._flashtile(replace(config, dropout=0.0, attention_dropout=0.0), state)
-
-    (row,) = run_bert(case, batch, Implementation("other", build=build))
-    assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_spread: mean 0.000e+00")
-
-
-def test_wrong_training_without_dropout_is_found_first():
-    def build(case, weights):
+    def build_wrong(case, weights):
         model = build_plain(case, weights)
         return replace(model, logits=lambda tokens: 1.01 * model.logits(tokens))
 
-    (row,) = run(DROPPED, Implementation("other", build=build))
-    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss")
+    builds = of_probability(0.0), of_probability(0.2), build_whole, build_wrong
+    rows = run(replace(DROPPED, S=32), *(Implementation("other", build=build) for build in builds))
+    assert all(row["ms"] is None for row in rows)
+    none, more, whole, wrong = (row["why"] for row in rows)
+    assert "dropout_fall: mean" in none and "dropout_fall: mean" in more
+    assert whole.startswith("wrong dropout: dropout_fall: mean") and "dropout_rise" not in whole
+    assert wrong.startswith("wrong result: token_loss")
 
 
 def test_training_begins_again_after_the_check_without_dropout():
@@ -297,7 +284,7 @@ def test_what_is_compiled_is_compiled_for_training_alone():
         return graph.forward
 
     def build(case, weights):
-        model = BY_NAME["flashtile"].build(case, weights)
+        model = build_plain(case, weights)
         return replace(model, loss=torch.compile(model.loss, backend=backend, fullgraph=True, dynamic=False))
 
     (row,) = run(DROPPED, Implementation("other", build=build))

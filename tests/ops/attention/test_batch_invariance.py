@@ -99,7 +99,7 @@ _STEPS: dict[str, tuple[torch.dtype, int, int, dict[str, Any]]] = {
     "fp16": (torch.float16, 192, 64, {}),
     "rising": (torch.bfloat16, 64, 128, {"scale": 8.0}),
     "rising fp16": (torch.float16, 64, 64, {"scale": 8.0}),
-    "sinks": (torch.bfloat16, 64, 64, {"sinks": torch.ones(8)}),
+    "sinks": (torch.bfloat16, 64, 64, {"sinks": torch.ones(4)}),
 }
 
 
@@ -115,7 +115,7 @@ def test_steps_of_one_query(name: str, few: bool, emulated: EmulatedHopper, monk
     torch.manual_seed(0)
     q, k, v, dout = (
         torch.randn(264, heads, width, dtype=dtype)
-        for heads, width in ((8, head_dim), (2, head_dim), (2, head_dim_v), (8, head_dim_v))
+        for heads, width in ((4, head_dim), (1, head_dim), (1, head_dim_v), (4, head_dim_v))
     )
     k[:100] *= 5  # references rise late, if scores are large
     sequence = Sequence(q, k, v, dout, {"causal": True, "backend": "hopper", "batch_invariant": True, **features})

@@ -200,7 +200,7 @@ def test_one_compilation_serves_all_sizes():
         return attend(**tensors)
 
     compiled, compilations = compiled_with_count(function)
-    for batch, seq in ((2, 6), (3, 9), (5, 14), (4, 40)):
+    for batch, seq in ((2, 6), (3, 9), (4, 40)):
         tensors = call_inputs(seq, batch=batch)
         assert_same(gradients(compiled, tensors), gradients(function, tensors))
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"

@@ -9,7 +9,8 @@ from flashtile.testing import AttentionCase, assert_close, make_inputs
 from flashtile.testing.cases import Inputs
 
 
-def _call(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype, **returned: bool):
+def call(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype, **returned: bool):
+    """A forward of a case in `dtype`."""
     tensors = {
         name: tensor.to(dtype) if dtype is torch.float64 and name in ("bias", "alibi_slopes", "sinks") else tensor
         for name, tensor in inputs.tensors.items()
@@ -23,10 +24,10 @@ def check(case: AttentionCase, backend: str, device: str = "cpu") -> None:
     """Holds the largest scores of a case to the tolerance policy, and out and lse to those of other calls."""
     inputs = make_inputs(case, device)
     both = {"return_lse": True, "return_max_scores": True}
-    out, lse, found = _call(case, inputs, backend, case.dtype, **both)
-    oracle, eager = (_call(case, inputs, "reference", dtype, **both)[2] for dtype in (torch.float64, case.dtype))
+    out, lse, found = call(case, inputs, backend, case.dtype, **both)
+    oracle, eager = (call(case, inputs, "reference", dtype, **both)[2] for dtype in (torch.float64, case.dtype))
     assert found.shape == lse.shape and found.dtype is lse.dtype and not found.requires_grad
     assert_close("max_scores", found, oracle, eager)
     # The other results are those of a call that does not ask.
-    assert_close("out", out, *(_call(case, inputs, "reference", dtype) for dtype in (torch.float64, case.dtype)))
+    assert_close("out", out, *(call(case, inputs, "reference", dtype) for dtype in (torch.float64, case.dtype)))
     assert bool((lse >= found - 1e-5).all())
