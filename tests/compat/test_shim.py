@@ -9,14 +9,23 @@ from flashtile.compat.signatures import EXTENSIONS, SERVED
 from support.attention.compat_cases import ROOT, run_python
 from support.running.each_case import each_case
 
+#: Each check begins as a copy of a process that has imported flashtile.
+FORK = """
+import importlib, importlib.metadata as metadata, importlib.util, os, sys
+import flashtile.compat
+from flashtile.compat.signatures import SERVED
+for path, NAMES, check in eval(sys.argv[1]):
+    if not (child := os.fork()):
+        sys.path.insert(0, path)
+        exec(check)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, path
+"""
 #: What each name on disk has: its version, the names of its table, and modules below it.
 CHECK = """
-import importlib, importlib.metadata as metadata, importlib.util, sys
-import torch
-from flashtile.compat.signatures import SERVED
 for name, (distribution, version) in NAMES.items():
     served = {served.version: served for served in SERVED[name]}[version]
-    assert importlib.util.find_spec(name).origin.startswith(sys.argv[1]), name
+    assert importlib.util.find_spec(name).origin.startswith(path), name
     module = importlib.import_module(name)
     assert module.__version__ == served.release and metadata.version(distribution) == f"{served.release}+flashtile"
     assert distribution in metadata.packages_distributions()[name.partition(".")[0]]
@@ -27,7 +36,6 @@ for name, (distribution, version) in NAMES.items():
 """
 #: What is flashtile's already is not refused, and comes back when it is uninstalled.
 INSTALLED = """
-import flashtile.compat
 for name, (distribution, _) in NAMES.items():
     before = metadata.version(distribution)
     flashtile.compat.install(name)
@@ -69,15 +77,16 @@ def wheels(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@each_case("case", TOGETHER)
-def test_builds_installs_and_serves(case, wheels, tmp_path):
-    folders, files, names = TOGETHER[case]
-    target = tmp_path / case
-    for folder in folders:
-        zipfile.ZipFile(wheels[folder]).extractall(target)  # all that an installation of them does
-    installed = {str(path.relative_to(target)) for path in target.rglob("*.py")}
-    assert installed == files, "all else is flashtile's"
-    done = run_python("-c", f"NAMES = {names!r}\n{CHECK}{INSTALLED}", str(target), path=str(target))
+def test_builds_installs_and_serves(wheels, tmp_path):
+    checks = []
+    for case, (folders, files, names) in TOGETHER.items():
+        target = tmp_path / case
+        for folder in folders:
+            zipfile.ZipFile(wheels[folder]).extractall(target)  # all that an installation of them does
+        installed = {str(path.relative_to(target)) for path in target.rglob("*.py")}
+        assert installed == files, "all else is flashtile's"
+        checks.append((str(target), names, CHECK + INSTALLED))
+    done = run_python("-c", FORK, repr(checks))
     assert done.returncode == 0, done.stderr
 
 
