@@ -19,9 +19,7 @@ def run_without(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--version",), ("--help",), ("explain", "--help"), ("report", "--help")],
-    ids=" ".join,
+    "arguments", [("--version",), ("--help",), ("explain", "--help"), ("report", "--help")], ids=" ".join
 )
 def test_version_and_help_need_no_torch(run_without, arguments):
     pytest.importorskip("typer")
@@ -49,27 +47,21 @@ def test_the_script_starts_without_torch_too(run_without, tmp_path):
 
 
 @pytest.mark.slow
-def test_names_loaded_late_are_those_loaded_at_once(run_without):
-    listed = "print(sorted(flashtile.__all__), all(hasattr(flashtile, name) for name in flashtile.__all__))"
-    late = f"import sys; sys.argv = ['flashtile']; import flashtile; assert 'torch' not in sys.modules; {listed}"
-    unknown = "print(getattr(flashtile, 'nothing', 'is not there'))"
-    at_once = run_without((), "-c", f"import flashtile; {listed}")
-    after = run_without((), "-c", f"{late}; {unknown}")
-    assert after.stdout == at_once.stdout + "is not there\n" and "True" in after.stdout, after.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("program", ["-c", "flashtile"], ids=["program", "command"])
-def test_modules_are_attributes_that_load_when_they_are_asked_for(run_without, program):
+def test_names_load_when_they_are_asked_for(run_without, program):
+    """Modules in a program, and all public names in the command, which has no torch before."""
     names = ("compat", "distributed", "integrations", "io_model", "learn", "models", "modules", "testing")
     lines = (
         f"import sys; sys.argv = ['{program}']; import flashtile",
+        f"assert {program == 'flashtile'} is ('torch' not in sys.modules)",
         f"names = {names}",
         "assert set(names) <= set(dir(flashtile))",
         "assert not {f'flashtile.{name}' for name in names} & sys.modules.keys()",
         "assert all(getattr(flashtile, name) is sys.modules[f'flashtile.{name}'] for name in names)",
         "assert flashtile.modules.MHA and not hasattr(flashtile, 'nothing')",
         "import torch; assert torch.ops.flashtile.attention_forward.default",
+        f"assert flashtile.__all__ == {flashtile.__all__}",
+        "assert all(hasattr(flashtile, name) for name in flashtile.__all__)",
     )
     done = run_without((), "-c", "; ".join(lines))
     assert done.returncode == 0, done.stderr
