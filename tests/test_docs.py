@@ -71,7 +71,7 @@ def test_snippets_run(path, monkeypatch, capsys):
     `torch.compile` stops short of generating C++.
     """
     text = path.read_text("utf-8")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch.manual_seed(0)
     namespace = {"__name__": "snippets"}
     for line, source in _snippets(text):

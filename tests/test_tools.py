@@ -38,9 +38,9 @@ def test_the_host_time_of_every_operation_is_measured():
 @pytest.mark.slow
 def test_random_calls_run_on_the_emulated_kernels():
     printed = _printed(
-        "tools/soak_attention.py", "--features", "--emulated", "--processes", "1", "--count", "5", "--seed", "3"
+        "tools/soak_attention.py", "--features", "--emulated", "--processes", "1", "--count", "3", "--seed", "3"
     )
-    (served,) = re.findall(r"5 random calls, (\d) of them served, 0 wrong", printed)
+    (served,) = re.findall(r"3 random calls, (\d) of them served, 0 wrong", printed)
     assert int(served) > 0
 
 

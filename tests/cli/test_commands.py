@@ -112,7 +112,10 @@ def test_doctor_fails_when_the_default_backend_does(monkeypatch):
 
 
 @pytest.mark.slow
-def test_doctor_checks_kernels():
+def test_doctor_checks_kernels(monkeypatch):
+    """Here the last check of each operation; all of them have a test of their own."""
+    last = {check.operation: check for check in doctor.kernel_checks("cpu")}
+    monkeypatch.setattr(doctor, "kernel_checks", lambda backend: list(last.values()))
     result = invoke("doctor", "--check-kernels")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines() if line.strip().startswith("cpu ")]

@@ -96,7 +96,7 @@ def test_tables_follow_the_frequencies(replaced):
 def test_a_compiled_graph_follows_replaced_frequencies():
     torch._dynamo.reset()
     x, module = torch.randn(1, 9, 3, 2, 16), RotaryEmbedding(16)
-    compiled = torch.compile(lambda x: module(x * 1), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: module(x * 1), fullgraph=True, backend="eager")
     assert_same(compiled(x), module(x.clone()))
     module.inv_freq = flashtile.rotary_frequencies(16, 500.0)
     assert_same(compiled(x), RotaryEmbedding(16, 500.0)(x.clone()))
