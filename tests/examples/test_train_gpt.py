@@ -171,21 +171,6 @@ def test_learns_on_a_gpu(train, tmp_path):
     assert entries(tmp_path / "run")[-1]["validation_loss"] < 2.8
 
 
-@pytest.mark.slow
-def test_processes_that_share_sequences_are_one_and_take_each_others_checkpoints(train, text, tmp_path):
-    """Context parallel, with FSDP and with DDP: the same losses, and a checkpoint goes on with another division."""
-    assert train("one", "--fused-loss") == 0
-    of = partial(arguments_of, text, tmp_path)
-    shared = of("shared", "--batch=2", "--cp=2", "--parallel=fsdp", "--checkpoint-activations", "--fused-loss")
-    in_two = of("in-two", "--cp=2", "--cp-strategy=all_to_all", "--fused-loss", "--resume")
-    runs = Run(4, shared), Run(2, in_two, (tmp_path / "shared", tmp_path / "in-two"))
-    assert launch(runs, tmp_path) == [[], []]
-    without_the_last_checkpoint(tmp_path / "shared", tmp_path / "in-one")
-    assert train("in-one", "--resume", "--fused-loss") == 0
-    for folder in ("shared", "in-one", "in-two"):
-        assert_close(tmp_path / "one", tmp_path / folder)
-
-
 def test_activations_made_again_are_the_same(train, tmp_path):
     assert train("kept", "--dropout=0.1") == train("again", "--dropout=0.1", "--checkpoint-activations") == 0
     assert_same_bits(tmp_path / "kept", tmp_path / "again")
@@ -193,21 +178,23 @@ def test_activations_made_again_are_the_same(train, tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_divide_batches_weights_and_sequences_are_one(train, text, tmp_path):
-    """FSDP under torchrun, and tensor and context parallel with FSDP. Their checkpoints go on in one process and in
-    several, and one's in four."""
+    """FSDP under torchrun; tensor and context parallel, with FSDP and with DDP. Their checkpoints go on in one process
+    and in several, and one's in four."""
     assert train("one") == 0
     of = partial(arguments_of, text, tmp_path)
     torchrun(2, of("sharded", "--batch=1", "--accumulate=2", "--parallel=fsdp", "--sample=5"))
-    in_two = of("sharded-in-two", "--batch=1", "--accumulate=2", "--resume")
+    shared = of("shared", "--batch=2", "--cp=2", "--parallel=fsdp", "--checkpoint-activations", "--fused-loss")
+    in_two = of("shared-in-two", "--cp=2", "--cp-strategy=all_to_all", "--fused-loss", "--resume")
     in_four = of("one-in-four", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume")
     runs = (
         Run(4, of("cut", "--tp=2", "--cp=2", "--parallel=fsdp", "--sample=5")),
         Run(4, in_four, (tmp_path / "one", tmp_path / "one-in-four")),
-        Run(2, in_two, (tmp_path / "sharded", tmp_path / "sharded-in-two")),
+        Run(4, shared),
+        Run(2, in_two, (tmp_path / "shared", tmp_path / "shared-in-two")),
     )
-    assert launch(runs, tmp_path) == [[], [], []]
+    assert launch(runs, tmp_path) == [[], [], [], []]
     for folder in ("sharded", "cut"):
         without_the_last_checkpoint(tmp_path / folder, tmp_path / f"{folder}-in-one")
         assert train(f"{folder}-in-one", "--resume") == 0
-    for folder in ("sharded", "sharded-in-one", "sharded-in-two", "cut", "cut-in-one", "one-in-four"):
+    for folder in ("sharded", "sharded-in-one", "cut", "cut-in-one", "one-in-four", "shared", "shared-in-two"):
         assert_close(tmp_path / "one", tmp_path / folder)
