@@ -147,16 +147,12 @@ def test_another_default_device(name):
 
 
 TRACED = [name for name, call in CALLS.items() if not call.of_values]
-#: Those that compare sizes each in another way.
+#: Those that compare sizes each in another way, and have a gradient.
 COMPILED = [
-    "attention: key_lengths", "attention: all that learns", "attention: mask", "attention: block_mask",
-    "attention_varlen: longest", "attention_varlen: dropout", "scaled_dot_product_attention: float",
-    "attention_with_kv_cache: append", "attention_with_kv_cache: rotary", "attention_probs", "attention_column_sums",
-    "quantize_fp8", "cross_entropy: of sequences", "cross_entropy: class_weights",
-    "linear_cross_entropy", "linear_cross_entropy: of sequences", "dropout_add_layer_norm",
+    "attention: key_lengths", "attention: all that learns", "attention: block_mask", "attention_varlen: longest",
+    "scaled_dot_product_attention: float", "cross_entropy: of sequences", "linear_cross_entropy: of sequences",
     "dropout_add_layer_norm: two", "dropout_add_rms_norm: subset", "scaled_masked_softmax", "online_softmax",
-    "logsumexp_merge", "apply_rotary: longest", "apply_rotary: in place", "apply_rotary_qkv", "fused_dense",
-    "fused_mlp: recomputed",
+    "logsumexp_merge", "apply_rotary: in place", "apply_rotary_qkv", "fused_dense", "fused_mlp: recomputed",
 ]  # fmt: skip
 OF_SEQUENCES = [
     "attention: bias", "attention: slopes", "scaled_dot_product_attention: float", "attention_part", "attention_probs",
