@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from flashtile.bench.distributed import PHASES, bench_distributed, cases_named
 from flashtile.bench.start import UserError
 from flashtile.bench.timing import covered, describe_profile, summary
+from support.distributed.processes import forking
 
 
 @pytest.mark.slow
@@ -18,6 +21,8 @@ def test_a_record_of_two_processes(tmp_path, capfd, monkeypatch):
     output = tmp_path / "record.json"
     arguments = ["--gpus=2", "--impl", "flashtile-ring", "torch-cp-alltoall"]
     monkeypatch.setattr("sys.argv", ["flashtile", "bench", "distributed", "--output", str(output), *arguments])
+    forking()
+    monkeypatch.setattr(mp, "spawn", functools.partial(mp.start_processes, start_method="forkserver"))
     bench_distributed(output, gpus=2, impl=arguments[2:])
     record = json.loads(output.read_text("utf-8"))
     assert record["command"] == "flashtile bench distributed --gpus=2 --impl flashtile-ring torch-cp-alltoall"
