@@ -299,11 +299,11 @@ def test_a_run_renews_what_the_table_has_of_its_files_or_of_the_tests_chosen():
     assert renewed(table, passed, whole_files=False) == {"2": "a.py::test_y", "3": "b.py::test", "4": "a.py::test_x"}
 
 
-def test_another_twentieth_is_drawn_each_day():
+def test_another_fiftieth_is_drawn_each_day():
     tests = [f"test[{number}]" for number in range(1000)]
-    days = [datetime.date(2026, 1, 1) + datetime.timedelta(days) for days in range(100)]
+    days = [datetime.date(2026, 1, 1) + datetime.timedelta(days) for days in range(250)]
     shares = [{test for test in tests if drawn(test, day)} for day in days]
-    assert all(20 < len(share) < 90 for share in shares) and shares[0] != shares[1]
+    assert all(5 < len(share) < 45 for share in shares) and shares[0] != shares[1]
     assert len(set.union(*shares)) > 980
 
 

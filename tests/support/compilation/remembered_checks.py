@@ -6,7 +6,7 @@ is compared with (`checked_code.check_key`). So an entry says one thing: this co
 of it has changed, the kernel is compiled and checked.
 
 Two kinds of tests compile in spite of the table: the first case of each test, which is in the quick part, and a
-twentieth of the others, drawn anew each day. `--compile-all` makes all tests compile. `--remember` renews the table.
+fiftieth of the others, drawn anew each day. `--compile-all` makes all tests compile. `--remember` renews the table.
 
 The functions called `pytest_…` are hooks: `conftest` registers this module.
 """
@@ -31,7 +31,7 @@ _HEAD = """\
 """
 
 #: How many of the tests that could rely on the table compile.
-_SHARE = 0.05
+_SHARE = 0.02
 
 #: The function that tests call for a check.
 _CHECK = "check_code"
@@ -95,7 +95,7 @@ def renewed(table: dict[str, str], passed: dict[str, str], whole_files: bool) ->
 
 
 def drawn(test: str, day: datetime.date) -> bool:
-    """Whether a test is in the twentieth of that day."""
+    """Whether a test is in the fiftieth of that day."""
     return random.Random(f"{day} {test}").random() < _SHARE
 
 
