@@ -114,7 +114,7 @@ _MASKS: dict[str, dict[str, Any]] = {
 _TOP_LEFT = _MASKS["top-left"]
 _IN_ORDER = _MASKS["in-order"]
 #: Heads that meet every mask; others differ from these in the chunks of their columns.
-_ROWS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+_ROWS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _CHUNKS = ((40, 72), (80, 80), (96, 96), (160, 144), (272, 40), (192, 320), (320, 272), (512, 384))
 _PACKED = {"lengths_q": (129, 0, 1, 70), "lengths_k": (129, 33, 1, 90)}
 _PACKED_LONG = {"lengths_q": (140, 1, 0, 200), "lengths_k": (129, 33, 70, 270)}
@@ -393,12 +393,9 @@ _GROUPS: dict[str, _Calls] = {
     "score functions": _Calls(
         [
             _case(64, dtype=_FP16, causal=True, **_FUNCTION),
-            _case(64, bias="bhqk", **_FUNCTION),
-            _case(128, batch=3, lengths_q=(5, 0, 137), lengths_k=(133, 4, 220), causal=True, **_FUNCTION),
             _case(128, dropout_p=0.2, **_IN_ORDER, **_FUNCTION),
-            _case(192, 128, alibi_slopes="h", softcap=3.0, **_FUNCTION),
             _case(192, 128, block_mask=(128, 128), key_lengths=(300,), **_FUNCTION),
-            _case(256, bias="1hqk", dtype=_FP16, dropout_p=0.2, window=(90, 20), **_FUNCTION),
+            _case(256, seq_q=130, seq_k=200, bias="1hqk", dtype=_FP16, dropout_p=0.2, window=(90, 20), **_FUNCTION),
             _case(256, alibi_slopes="h", softcap=3.0, **_FUNCTION),
         ],
         launches=_BACKWARD,
