@@ -71,6 +71,7 @@ def test_parameters_are_those_of_pytorch():
     assert (code.co_argcount, code.co_flags) == (PYTORCHS.co_argcount, PYTORCHS.co_flags)
 
 
+@pytest.mark.slow
 def test_models_of_transformers_run_on_it(monkeypatch):
     """They compile the function; here that stops short of generating C++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
