@@ -335,14 +335,17 @@ def sequence_pages(sequence, cache, numbers, batch):
 @gluon.jit
 def box_pages(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: gl.constexpr):
     """The pages of this warp's boxes of a tile of `ROWS` rows from `row` on, of both keys and values. Nothing is looked
-    up before the first row or past the last, where it is 0. The producer asks a tile ahead."""
+    up before the first row or past the last, where it is 0. A single warp asks before it waits for a place in the ring,
+    several ask a tile ahead."""
     BOX: gl.constexpr = desc.block_shape[-3]
     COUNT: gl.constexpr = ROWS // BOX // config.SHARES
     pages = (row * 0,)
     if config.PAGE_SIZE > 0:
         for piece in gl.static_range(COUNT):
             first = row + (SHARE * COUNT + piece) * BOX
-            there = (first >= 0) & (first < length)
+            there = first < length
+            if config.SHARES > 1:
+                there &= first >= 0
             page = gl.load(table + first // config.PAGE_SIZE, mask=there, other=0).to(gl.int32)
             if piece == 0:
                 pages = (page,)

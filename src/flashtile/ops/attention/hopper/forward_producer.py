@@ -216,7 +216,7 @@ def produce_tile(number, tiles_published, key_tiles, producer):
         seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
         row_before = 0
         pages = (0,)
-        if config.PAGE_SIZE > 0:
+        if config.SHARES > 1:
             pages = share_pages(tensors.k, (key_end - 1) * N, seen, keys, place, config, N, SHARE=0)
         for done in range(0, key_end - key_begin):
             n = key_end - 1 - done
@@ -225,6 +225,8 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             row = n * N
             slot = key_slot(rings, key_tiles)
             here = pages
+            if config.SHARES == 1:  # one warp has no registers for the pages of two tiles
+                here = share_pages(tensors.k, row, seen, keys, place, config, N, SHARE=0)
             rings.k.wait_empty(slot)
             if config.TILE_Q > 0:
                 write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
@@ -233,7 +235,7 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             k_head = HeadRows(at.sequence, head, place.k_begin, keys)
             v_head = HeadRows(at.sequence, head, place.v_begin, keys)
             load_keys(slot, KeyTile(k_head, row, here, place.k_apart), at, seen, rings, tensors, config, SHARE=0)
-            if config.PAGE_SIZE > 0:
+            if config.SHARES > 1:
                 pages = share_pages(tensors.k, row - N, seen, keys, place, config, N, SHARE=0)
             if config.ONE_STAGE:
                 # Keys become free before the values of the tile before, so they are loaded before these.
