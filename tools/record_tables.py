@@ -421,13 +421,14 @@ _KINDS: list[tuple[str, Case, str, list[Case]]] = [
 
 
 def _served(*wanted: tuple[str, Case]) -> list[Row]:
-    """The rows of implementations and cases of serving. A mixed batch is given without its lists."""
+    """The rows of implementations and cases of serving, of the newer record those that it has. A mixed batch is given
+    without its lists."""
     found = {
         (
             row["impl"],
             *sorted((key, value) for key, value in row["case"].items() if key not in ("queries", "lengths")),
         ): row
-        for row in rows_of("h200-serving")
+        for row in (*rows_of("h200-serving"), *rows_of("h200-serving-chunks"))
     }
     return [found[(impl, *sorted({**_USUAL, **case}.items()))] for impl, case in wanted]
 
