@@ -51,29 +51,7 @@ _NAME, _DOTS = 0.17, 0.3
 _LETTERS = 46
 #: Around a mark, so that those in the same place are told apart.
 _EDGE = {"markeredgecolor": _BOX, "markeredgewidth": 0.7}
-_SETTINGS: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "flashtile",
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "axes.edgecolor": _RULE,
-    "axes.labelcolor": _SOFT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": _RULE,
-    "grid.linewidth": 0.7,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "text.color": _INK,
-    "text.parse_math": False,  # names are no formulas
-    "xtick.color": _RULE,
-    "ytick.color": _RULE,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.labelcolor": _SOFT,
-    "ytick.labelcolor": _SOFT,
-}
+_SETTINGS = Path(__file__).with_name("page.mplstyle")
 Styles = Mapping[str, int]
 #: Numbers beside an axis of ratios: of a wide range, and of a narrow one.
 _FAR, _NEAR = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50), (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2)
@@ -166,7 +144,7 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(fname=_SETTINGS):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.subplots()
         draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
@@ -181,7 +159,7 @@ def save_picture(charts: Sequence[LineChart], title: str, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_SETTINGS, "axes.edgecolor": "#bbbbbb", "grid.color": "#dddddd"}):
+    with matplotlib.rc_context({"axes.edgecolor": "#bbbbbb", "grid.color": "#dddddd"}, _SETTINGS):
         figure = Figure(figsize=(1.3 * _WIDTH * len(charts), 1.6 * _HEIGHT), dpi=160, layout="constrained")
         figure.suptitle(title)
         for axes, chart in zip(figure.subplots(1, len(charts)), charts):
