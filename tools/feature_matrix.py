@@ -61,6 +61,10 @@ def _with(**changes: Any) -> Change:
     return changed
 
 
+def _heads(head_dim: int, head_dim_v: int, **more: Any) -> Change:
+    return _with(head_dim=head_dim, head_dim_v=head_dim_v, **more)
+
+
 def _bias(case: AttentionCase) -> AttentionCase:
     return replace(case, bias="1hqk" if case.packed else "bhqk")
 
@@ -90,32 +94,22 @@ FEATURES = (
     Feature(
         "float32 with heads of 65 to 512 columns",
         (
-            _with(head_dim=192, head_dim_v=128, dtype=torch.float32),
-            _with(head_dim=72, head_dim_v=512, dtype=torch.float32),
-            _with(head_dim=512, head_dim_v=64, dtype=torch.float32),
+            _heads(192, 128, dtype=torch.float32),
+            _heads(72, 512, dtype=torch.float32),
+            _heads(512, 64, dtype=torch.float32),
         ),
         _NOT_OF_FLOAT32,
     ),
     Feature("float64", (_with(dtype=torch.float64),)),
     Feature(
-        "head_dim a multiple of 8, up to 256, and another one of v",
-        (_with(head_dim=64, head_dim_v=64), _with(head_dim=192, head_dim_v=128), _with(head_dim=8, head_dim_v=256)),
+        "head_dim a multiple of 8, up to 256, and another one of v", (_heads(64, 64), _heads(192, 128), _heads(8, 256))
     ),
-    Feature(
-        "head_dim up to 256, not a multiple of 8, contiguous tensors",
-        (_with(head_dim=20, head_dim_v=64), _with(head_dim=65, head_dim_v=64)),
-    ),
-    Feature(
-        "head_dim of v not a multiple of 8", (_with(head_dim=64, head_dim_v=20), _with(head_dim=20, head_dim_v=20))
-    ),
-    Feature(
-        "head_dim up to 512",
-        (_with(head_dim=512, head_dim_v=512), _with(head_dim=64, head_dim_v=264)),
-        _NOT_OF_WIDE_HEADS,
-    ),
+    Feature("head_dim up to 256, not a multiple of 8, contiguous tensors", (_heads(20, 64), _heads(65, 64))),
+    Feature("head_dim of v not a multiple of 8", (_heads(64, 20), _heads(20, 20))),
+    Feature("head_dim up to 512", (_heads(512, 512), _heads(64, 264)), _NOT_OF_WIDE_HEADS),
     Feature(
         "head_dim over 256 with dropout, a block mask or what changes scores, except `softcap` and `sinks`",
-        (_with(head_dim=320, head_dim_v=64, dropout_p=0.1),),
+        (_heads(320, 64, dropout_p=0.1),),
     ),
     Feature(
         "causal with both alignments, windows",
