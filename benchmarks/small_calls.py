@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import Program
-from flashtile.bench.ahead import compile_ahead
 from flashtile.bench.cases import Case
+from flashtile.bench.commands import compile_ahead
 from flashtile.bench.implementations import IMPLEMENTATIONS
 from flashtile.bench.oracle import AttentionProblem, HostProblem
 from flashtile.bench.report import mean_tables

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.bench import ahead
-from flashtile.bench.ahead import call_once, compile_ahead
+from flashtile.bench import commands
 from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case
+from flashtile.bench.commands import call_once, compile_ahead
 from flashtile.bench.companion_cases import Copy, RMSNorm
 from flashtile.bench.companions import IMPLEMENTATIONS as COMPANIONS
 from flashtile.bench.companions import Way
@@ -39,8 +39,8 @@ def seen(monkeypatch):
 
     known = [Implementation("noted", ("cpu",), build), Implementation("failing", ("cpu",), fail)]
     known.append(Implementation("ready", ("cpu",), build, compiles=False))
-    benchmark = replace(ahead.BENCHMARKS["attention"], implementations=known)
-    monkeypatch.setitem(ahead.BENCHMARKS, "attention", benchmark)
+    benchmark = replace(commands.BENCHMARKS["attention"], implementations=known)
+    monkeypatch.setitem(commands.BENCHMARKS, "attention", benchmark)
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
     yield known, calls
     os.environ.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None)
@@ -55,7 +55,7 @@ def test_every_case_is_called_where_something_is_compiled(seen):
 
 def test_a_call_without_memory_is_tried_again(seen, monkeypatch):
     known, calls = seen
-    monkeypatch.setattr(ahead, "_PAUSE", 0)
+    monkeypatch.setattr(commands, "_PAUSE", 0)
 
     def build(case, inputs):
         calls.append(case)
@@ -67,9 +67,9 @@ def test_a_call_without_memory_is_tried_again(seen, monkeypatch):
 
 
 def test_cases_of_the_same_kernels_do_not_follow_one_another():
-    assert [(case.D, case.S) for case in ahead._alike_apart(CASES)] == [(8, 5), (16, 5), (8, 6), (16, 6)]
+    assert [(case.D, case.S) for case in commands._alike_apart(CASES)] == [(8, 5), (16, 5), (8, 6), (16, 6)]
     causal = replace(CASES[1], causal=True)
-    assert ahead._alike_apart([CASES[0], CASES[1], causal]) == [CASES[0], causal, CASES[1]]
+    assert commands._alike_apart([CASES[0], CASES[1], causal]) == [CASES[0], causal, CASES[1]]
 
 
 def test_every_phase_of_a_companion_is_called_once(monkeypatch):
@@ -98,5 +98,5 @@ def test_processes_do_not_start_compilers_of_their_own():
 
     # By its own means: pytest's monkeypatch would leave the setting deleted.
     with config.patch(compile_threads=7):
-        ahead._share_cores()
+        commands._share_cores()
         assert config.compile_threads == 1
