@@ -8,11 +8,12 @@ import torch
 
 from flashtile.bench.commands import measure
 from flashtile.bench.html.charts import Named, record_part
-from flashtile.bench.invariance import IMPLEMENTATIONS, make_problem, tables
 from flashtile.bench.record import mode_ratios
+from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import mode_tables
 from flashtile.bench.runner import run_case
 
+BENCHMARK = BENCHMARKS["invariance"]
 CASE = {"B": 1, "S": 64, "H": 2, "Hkv": 2, "D": 16, "Dv": 16}
 TIMES = {"flashtile-auto": 2.0, "flashtile-deterministic": 3.0, "flashtile-invariant": 4.0, "fast": 1.0, "slow": 9.0}
 ROWS = [
@@ -53,7 +54,7 @@ def test_all_of_ours_are_right_in_training_decoding_and_mixed_batches(tmp_path):
     assert {row["op"] for row in rows} == {"attention", "serving"}
     assert [row["why"] for row in rows if row["ms"] is None] == []
     assert [len(ratios) for _, ratios in mode_ratios(rows)] == [3, 3, 2, 1]
-    cuda = tables(torch.device("cuda"))
+    cuda = BENCHMARK.tables(torch.device("cuda"))
     assert {case.S for case in cuda["decode"]} == {4096, 16384, 65536, 131072}
 
 
@@ -61,6 +62,6 @@ def test_all_of_ours_are_right_in_training_decoding_and_mixed_batches(tmp_path):
 @pytest.mark.parametrize("table", ["training", "decode", "mixed"])
 def test_gpu_results_are_right(table):
     device = torch.device("cuda")
-    case = tables(device)[table][0]
-    rows = run_case(case, [each for each in IMPLEMENTATIONS if each.ours], device, make_problem, 0.01)
+    case = BENCHMARK.tables(device)[table][0]
+    rows = run_case(case, [each for each in BENCHMARK.implementations if each.ours], device, BENCHMARK.problem, 0.01)
     assert all(row["ms"] is not None for row in rows), rows

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+import flashtile
 from flashtile.bench import (
     breakdown,
     companion_cases,
     companions,
     implementations,
-    invariance,
     oracle,
     serving,
     serving_cases,
@@ -21,9 +21,12 @@ from flashtile.bench import (
     training,
 )  # fmt: skip
 from flashtile.bench.base import AnyCase, Implementation, select_named
-from flashtile.bench.cases import Case
-from flashtile.bench.record import Row
+from flashtile.bench.cases import Case, packed_case
+from flashtile.bench.masks import long_tailed_lengths
+from flashtile.bench.record import DEFAULT, DETERMINISTIC, INVARIANT, Row
 from flashtile.bench.runner import ProblemOf
+from flashtile.bench.serving_cases import ServingCase, mixed_batch
+from flashtile.bench.tables import wide_case
 
 #: Options of the command line by name, those that were given; of names a list.
 Options = Mapping[str, Any]
@@ -75,6 +78,64 @@ def _implementations(default: Callable[[Implementation], bool]) -> tuple[Impleme
     return tuple(replace(each, default=each.default and default(each)) for each in implementations.IMPLEMENTATIONS)
 
 
+def _invariance_tables(device: torch.device) -> dict[str, list[AnyCase]]:
+    """Training's calls, decoding and mixed batches: on a GPU 16,384 tokens in sequences of each length, other heads,
+    grouped ones and a packed batch; then 4k to 128k rows."""
+    if device.type != "cuda":
+        small: dict[str, Any] = {"H": 8, "Hkv": 2, "D": 64, "Dv": 64, "dtype": "fp32"}
+        return {
+            "training": [Case(2, seq, **small, causal=True) for seq in (128, 512)],
+            "decode": [ServingCase(batch, 1024, **small) for batch in (1, 4)],
+            "mixed": [mixed_batch(2, 6, 64, 128, 512, page=16, **small)],
+        }
+    batches, rows_in_use = (1, 4, 16, 64), (4096, 16384, 65536, 131072)
+    return {
+        "training": [
+            *(wide_case(seq, 128, causal=True) for seq in (512, 1024, 4096, 16384)),
+            wide_case(4096, 128), wide_case(4096, 64, causal=True),
+            Case(2, 8192, 64, 8, 128, 128, causal=True), packed_case(long_tailed_lengths(), 16, 128, causal=True),
+        ],
+        "decode": [ServingCase(batch, rows) for rows in rows_in_use for batch in batches if batch * rows < 2**22],
+        "mixed": [mixed_batch(*half, 512, 2048, 16384, page=64) for half in ((8, 120), (8, 0), (0, 120))],
+    }  # fmt: skip
+
+
+_OF_ATTENTION = {each.name: each for each in implementations.IMPLEMENTATIONS}
+_OF_SERVING = {each.name: each for each in serving.IMPLEMENTATIONS}
+
+
+def _either(name: str, /, **changes: Any) -> Implementation:
+    """The one of attention, or that of serving where the case is."""
+    of_attention, of_serving = _OF_ATTENTION[name], _OF_SERVING.get(name)
+
+    def own(case: AnyCase) -> Implementation | None:
+        return of_attention if isinstance(case, Case) else of_serving
+
+    def unsupported(case: AnyCase, device: torch.device) -> str | None:
+        one = own(case)
+        return "measured where there is a backward" if one is None else one.unsupported(case, device)
+
+    def build(case: AnyCase, inputs: Any) -> Any:
+        return (own(case) or of_attention).build(case, inputs)
+
+    return replace(of_attention, build=build, unsupported=unsupported, default=True, **changes)
+
+
+def _either_problem(case: Any, device: torch.device) -> Any:
+    return oracle.AttentionProblem(case, device) if isinstance(case, Case) else serving.ServingProblem(case, device)
+
+
+#: With and without the batch-invariant mode, beside peers that promise less.
+_MODES = (
+    _either(DEFAULT),
+    _either(DETERMINISTIC),
+    _either(DEFAULT, name=INVARIANT, context=flashtile.batch_invariant_mode),
+    _either("sdpa-flash", devices=("cpu",)),
+    _either("sdpa-cudnn"),
+    _either("fa4"),
+    _either("fa4-deterministic"),
+)
+
 BENCHMARKS = {
     "attention": Benchmark(
         "Attention", {"attention": Case}, tables.tables, implementations.IMPLEMENTATIONS, oracle.AttentionProblem,
@@ -90,7 +151,7 @@ BENCHMARKS = {
         serving.IMPLEMENTATIONS, serving.ServingProblem,
     ),
     "invariance": Benchmark(
-        "Batch-invariant mode", {}, invariance.tables, invariance.IMPLEMENTATIONS, invariance.make_problem,
+        "Batch-invariant mode", {}, _invariance_tables, _MODES, _either_problem,
     ),
     "train": Benchmark(
         "Training", {"train-step": training.TrainCase}, lambda device: {"all": training.training_cases(device)},
