@@ -155,8 +155,8 @@ def _say(words: str | Mapping[str, str] | Callable[[Any, Case], str], value: Any
     """A value of a case, as one of `_WORDS` says it."""
     if callable(words):
         return words(value, case)
-    if isinstance(words, str):
-        return words.format(value)
+    if isinstance(words, str):  # a record may have words where numbers are usual
+        return (words.replace(":,", "") if isinstance(value, str) else words).format(value)
     found = ((re.fullmatch(pattern, str(value)), text) for pattern, text in words.items())
     return next(text.format(*map(_number, match.groups())) for match, text in found if match)
 
