@@ -225,18 +225,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         q, k, v = (tensor.to(case.torch_dtype) for tensor in activations(device)[layer])
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
     block_mask, mask = make_masks(case, device)
-    return Inputs(
-        q=q,
-        k=k,
-        v=v,
-        dout=normal(*case.shapes()[0][:-1], case.Dv),
-        dropout_seed=dropout_seed,
-        cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),
-        bias=None if case.bias_shape is None else normal(*case.bias_shape),
-        block_mask=block_mask,
-        mask=mask,
-        tables=masks.tables(case.function, case.H, case.S, generator),
-    )
+    dout = normal(*case.shapes()[0][:-1], case.Dv)
+    cu_seqlens = None if case.lengths is None else cumulative(case.lengths, device)
+    bias = None if case.bias_shape is None else normal(*case.bias_shape)
+    tables = masks.tables(case.function, case.H, case.S, generator)
+    return Inputs(q, k, v, dout, dropout_seed, cu_seqlens, bias, block_mask, mask, tables)
 
 
 def make_masks(case: Case, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:

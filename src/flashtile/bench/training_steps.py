@@ -47,19 +47,11 @@ Batch = TypeVar("Batch")
 
 
 class Steps(Generic[Batch]):
-    """A model, its optimizer, and a batch.
+    """A model, its optimizer AdamW (`options`), and a batch, that of all steps that name no other.
 
-    Args:
-        parameters: what is trained.
-        batch: of all steps that name no other.
-        options: of the optimizer, AdamW.
-        autocast: products are bfloat16.
-        drops: the model has dropout.
-        loss: the mean loss of a batch, by the function that is timed.
-        token_losses: the losses of tokens, by the model's logits.
-        train: switches dropout on or off.
-        parts: a batch in parts whose gradients are made at once.
-        share: the share that a part has in the mean loss of a batch.
+    Args that are functions: `loss`, the mean loss of a batch, as it is timed; `token_losses`, by the model's logits;
+    `train`, which switches dropout on or off; `parts` of a batch whose gradients are made at once, and the `share` of a
+    part in the mean loss. `autocast`: products are bfloat16. `drops`: the model has dropout.
     """
 
     def __init__(

@@ -104,16 +104,11 @@ def _lookups(calls: Calls, device: torch.device) -> list[Lookup]:
 def _in_words(rows: list[TunedRow], title: str) -> Table:
     from flashtile.tuning import command
 
-    lines = [
-        [
-            f"{row.choice}: {command.in_words(row.key)}",
-            "as shipped" if row.ms == row.shipped_ms else command.in_words(row.cut),
-            f"{row.ms * 1e3:,.0f} µs",
-            f"{row.shipped_ms * 1e3:,.0f} µs",
-            f"{row.shipped_ms / row.ms:.2f} ×",
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cut = "as shipped" if row.ms == row.shipped_ms else command.in_words(row.cut)
+        times = (f"{ms * 1e3:,.0f} µs" for ms in (row.ms, row.shipped_ms))
+        lines.append([f"{row.choice}: {command.in_words(row.key)}", cut, *times, f"{row.shipped_ms / row.ms:.2f} ×"])
     return Table(title, ["for", "cut", "time", "shipped", "faster"], lines, keys=2)
 
 

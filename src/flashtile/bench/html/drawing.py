@@ -71,9 +71,6 @@ class LineChart:
     """Lines over lengths, on a logarithmic axis with base 2, or over steps; points under a roof.
 
     Attributes:
-        title: what it shows.
-        series: the lines.
-        x_label, unit: of the axes.
         logarithmic: the axis of values is.
         level: a horizontal line to compare with.
         steps: lines over steps, on a linear axis; too many for marks, and the table has the last alone.
