@@ -72,17 +72,9 @@ def draw_case(job: Job) -> AttentionCase:
     lengths: dict[str, Any] = {}
     if generator.random() < 0.4:
         lengths = {of: tuple(_length(generator) for _ in range(sequences)) for of in ("lengths_q", "lengths_k")}
-    case = AttentionCase(
-        seq_q=_length(generator),
-        seq_k=_length(generator),
-        batch=sequences,
-        heads=heads_kv * generator.choice((1, 2, 4)),
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        dtype=generator.choice((torch.bfloat16, torch.float16)),
-        **lengths,
-    )
+    seq_q, seq_k, heads = _length(generator), _length(generator), heads_kv * generator.choice((1, 2, 4))
+    dtype = generator.choice((torch.bfloat16, torch.float16))
+    case = AttentionCase(seq_q, seq_k, sequences, heads, heads_kv, head_dim, head_dim_v, dtype, **lengths)
     case = with_arguments(case, **generator.choice(_MASKS))
     case = _with_features(case, generator) if features else case
     return _shortened(case) if emulated else case
