@@ -26,7 +26,7 @@ from flashtile.bench.timing import HostTimer
 from flashtile.cli import doctor, warmup
 from flashtile.cli.call import Call
 from flashtile.cli.console import print_table, print_text
-from flashtile.cli.demo import isolation, plan
+from flashtile.cli.demo import isolation, training
 from flashtile.cli.demo.results import Results, scaling_table, training_table
 from flashtile.cli.demo.scaling import Point
 from flashtile.cli.demo.training import Training
@@ -65,9 +65,9 @@ def test_the_help_of_explain_names_every_backend():
 
 def test_demo_runs_and_ends_with_the_place_of_its_results(tmp_path, monkeypatch):
     tiny = replace(
-        plan.make_plan(CPU, 20.0), model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,)
+        training.make_plan(CPU, 20.0), model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,)
     )
-    monkeypatch.setattr(plan, "make_plan", lambda device, seconds: tiny)
+    monkeypatch.setattr(training, "make_plan", lambda device, seconds: tiny)
     monkeypatch.setattr(isolation, "_in_process", lambda function, arguments, report, _: function(*arguments, report))
     result = invoke("demo", "--output", tmp_path / "here", "--steps", 3, "--no-pictures")
     assert result.exit_code == 0, result.output
@@ -160,7 +160,7 @@ def tables_of_all_commands():
             yield from make_report(record, record).tables
     points = [Point(name, 131072, 12345.6, 2**34) for name in ("flashtile", "plain")]
     trainings = {name: Training([5.0, 4.0], [1.0], 123456.0, 2**34) for name in ("flashtile", "plain")}
-    results = Results(plan.make_plan(CPU, 20.0), "a book", trainings, None, points, {})
+    results = Results(training.make_plan(CPU, 20.0), "a book", trainings, None, points, {})
     yield from (training_table(results), scaling_table(results))
     yield from doctor.tables([doctor.examine(backend) for backend in doctor.backends()[0]], [])
     call = Call(1, 8192, causal=True, dropout_p=0.1, device="sm_90")

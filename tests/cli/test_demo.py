@@ -18,7 +18,7 @@ from rich.console import Console
 
 import flashtile
 from flashtile.bench.start import UserError
-from flashtile.cli.demo import Options, command, isolation, plan, scaling, training
+from flashtile.cli.demo import Options, command, isolation, scaling, training
 from flashtile.cli.demo.command import run_demo
 from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, draw_scaling, scaling_table, training_table, verdict
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.unpoisoned
 
 CPU = torch.device("cpu")
 TINY = replace(
-    plan.make_plan(CPU, 20.0),
+    training.make_plan(CPU, 20.0),
     model=GPTConfig(context=32, layers=1, heads=2, width=32),
     batch=2,
     max_steps=12,
@@ -123,9 +123,9 @@ def without_gradient_of_q(q, k, v):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 def test_small_errors_show_in_the_first_gradients(monkeypatch, autocast):
-    monkeypatch.setattr(plan, "_cuda_batch", lambda device: 4)
+    monkeypatch.setattr(training, "_cuda_batch", lambda device: 4)
     sizes = GPTConfig(context=64, layers=2, heads=2, width=128)
-    config = replace(plan.make_plan(torch.device("cuda" if autocast else "cpu"), 20.0), device=CPU, model=sizes)
+    config = replace(training.make_plan(torch.device("cuda" if autocast else "cpu"), 20.0), device=CPU, model=sizes)
     ours, plain, scaled, missing = (
         training.train(config, SENTENCES, f, 2, lambda *r: None)
         for f in (flashtile_attention, plain_attention, off_by_4_percent, without_gradient_of_q)
@@ -352,7 +352,7 @@ def test_steps_fit_the_time(monkeypatch):
 
 
 def test_a_gpu_gets_a_larger_model(monkeypatch):
-    monkeypatch.setattr(plan, "_cuda_batch", lambda device: 16)
-    large = plan.make_plan(torch.device("cuda"), 110.0)
+    monkeypatch.setattr(training, "_cuda_batch", lambda device: 16)
+    large = training.make_plan(torch.device("cuda"), 110.0)
     assert large.model.width == 768 and large.model.context >= 1024 and large.autocast
     assert large.attention_dtype is torch.bfloat16

@@ -58,7 +58,7 @@ def demo(
 
     from flashtile.bench.commands import default_device
     from flashtile.cli.demo.command import run_demo
-    from flashtile.cli.demo.plan import make_plan
+    from flashtile.cli.demo.training import make_plan
 
     device = default_device()
     plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))

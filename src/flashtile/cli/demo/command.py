@@ -17,7 +17,6 @@ from flashtile.bench.start import UserError, how_to_install, installed
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import Options
 from flashtile.cli.demo.isolation import run_piece
-from flashtile.cli.demo.plan import Plan
 from flashtile.cli.demo.results import (
     OURS,
     PLAIN,
@@ -28,7 +27,7 @@ from flashtile.cli.demo.results import (
     write_results,
 )
 from flashtile.cli.demo.scaling import measure_scaling
-from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, load_text, train
+from flashtile.cli.demo.training import FEWEST_STEPS, Plan, Training, compare, load_text, train
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
 

@@ -11,9 +11,8 @@ from typing import Any
 from flashtile.bench.html.drawing import LineChart, Series, save_picture
 from flashtile.bench.record import commit, machine, versions
 from flashtile.bench.report import Table
-from flashtile.cli.demo.plan import Plan
 from flashtile.cli.demo.scaling import Point
-from flashtile.cli.demo.training import Comparison, Training
+from flashtile.cli.demo.training import Comparison, Plan, Training
 
 OURS, PLAIN = "flashtile", "plain"
 #: Names of the attentions, as in records.

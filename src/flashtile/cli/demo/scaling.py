@@ -11,7 +11,7 @@ import torch
 
 from flashtile.bench.base import free_memory
 from flashtile.cli.demo.isolation import PeakMemory, PieceFailedError, Report, run_piece
-from flashtile.cli.demo.plan import Plan
+from flashtile.cli.demo.training import Plan
 from flashtile.models.gpt import CausalAttention
 
 _HEAD_DIM = 64
