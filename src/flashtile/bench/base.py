@@ -274,16 +274,12 @@ class Problem(ABC):
     def __init__(self, case: Any, device: torch.device) -> None:
         self.case, self.device, self.op = case, device, case.op
 
-    def offers(self, implementation: Implementation) -> bool:
-        """Whether there is a row for an implementation at all."""
-        return True
-
     def unsupported(self, implementation: Implementation, phase: str) -> str | None:
         """Why an implementation cannot run a phase here, or None."""
         return implementation.reason(self.case, self.device)
 
     def measured_phases(self, implementation: Implementation) -> Sequence[str]:
-        """The phases of an implementation that are measured."""
+        """The phases of an implementation that have rows; none where it is not meant for the case."""
         return self.phases
 
     def labels(self, phase: str) -> dict[str, Any]:

@@ -162,9 +162,9 @@ def _run_phases(make_problem: ProblemOf, case: Any, implementation: Implementati
     with contextlib.suppress(Exception), implementation.context():
         try:
             problem = make_problem(case, device)
-            if problem.offers(implementation):
+            if phases := problem.measured_phases(implementation):
                 bound = problem.bind(implementation)
-                for phase in problem.phases:
+                for phase in phases:
                     if problem.unsupported(implementation, phase) is None:
                         bound.results(phase)
         except torch.OutOfMemoryError:

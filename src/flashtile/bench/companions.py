@@ -222,8 +222,8 @@ class CompanionProblem(base.Problem):
         """The results in float64, and in the dtype of the inputs."""
         return evaluate(self.case, self._inputs, others, torch.float64), evaluate(self.case, self._inputs, others)
 
-    def offers(self, implementation: Implementation) -> bool:
-        return implementation.name in self._ways
+    def measured_phases(self, implementation: Implementation) -> Sequence[str]:
+        return self.phases if implementation.name in self._ways else ()
 
     def unsupported(self, implementation: Implementation, phase: str) -> str | None:
         return super().unsupported(implementation, phase) or self.case.lacks(implementation.name, phase)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,9 +134,9 @@ def run_case(
 def _measure(problem: Any, implementations: Iterable[Any], seconds: float, announce: Announce) -> list[Row]:
     found: list[Measurement] = []
     for each in implementations:
-        if problem.offers(each):
+        if phases := problem.measured_phases(each):
             with announced(announce, f"checking {each.name}"):
-                found += _check(each, problem)
+                found += _check(each, phases, problem)
     for one in found:
         if one.why is None:
             with announced(announce, f"timing {one.implementation.name} {one.phase}"):
@@ -160,9 +160,8 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _check(implementation: Any, problem: Any) -> list[Measurement]:
+def _check(implementation: Any, phases: Sequence[str], problem: Any) -> list[Measurement]:
     """The phases of an implementation, each called once and judged."""
-    phases = problem.measured_phases(implementation)
     found = [Measurement(implementation, phase, problem.unsupported(implementation, phase)) for phase in phases]
     bound, left = None, [one for one in found if one.why is None]
     for index, one in enumerate(left):

@@ -300,9 +300,9 @@ class ServingProblem(base.Problem):
     def _inputs(self) -> Inputs:
         return make_inputs(self.case, self.device)
 
-    def offers(self, implementation: Implementation) -> bool:
-        """There is no row where an implementation is not meant for a case; most are for few kinds."""
-        return implementation.unsupported(self.case, self.device) is None
+    def measured_phases(self, implementation: Implementation) -> tuple[str, ...]:
+        """None where an implementation has a reason; most are for few kinds of cases."""
+        return self.phases if implementation.unsupported(self.case, self.device) is None else ()
 
     def bind(self, implementation: Implementation) -> base.Bound:
         step = Way(implementation.build(self.case, self._inputs))
