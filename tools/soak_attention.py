@@ -74,7 +74,7 @@ def draw_case(job: Job) -> AttentionCase:
         lengths = {of: tuple(_length(generator) for _ in range(sequences)) for of in ("lengths_q", "lengths_k")}
     seq_q, seq_k, heads = _length(generator), _length(generator), heads_kv * generator.choice((1, 2, 4))
     dtype = generator.choice((torch.bfloat16, torch.float16))
-    case = AttentionCase(seq_q, seq_k, sequences, heads, heads_kv, head_dim, head_dim_v, dtype, **lengths)
+    case = AttentionCase(seq_q, seq_k, sequences, heads, heads_kv, head_dim, head_dim_v, dtype=dtype, **lengths)
     case = with_arguments(case, **generator.choice(_MASKS))
     case = _with_features(case, generator) if features else case
     return _shortened(case) if emulated else case

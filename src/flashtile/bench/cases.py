@@ -229,7 +229,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     cu_seqlens = None if case.lengths is None else cumulative(case.lengths, device)
     bias = None if case.bias_shape is None else normal(*case.bias_shape)
     tables = masks.tables(case.function, case.H, case.S, generator)
-    return Inputs(q, k, v, dout, dropout_seed, cu_seqlens, bias, block_mask, mask, tables)
+    return Inputs(q, k, v, dout, dropout_seed, cu_seqlens, bias, block_mask=block_mask, mask=mask, tables=tables)
 
 
 def make_masks(case: Case, device: torch.device) -> tuple[BlockMask | None, Tensor | None]:
