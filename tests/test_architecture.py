@@ -7,8 +7,6 @@ import functools
 import gc
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from torch.utils._device import _device_constructors
 
 import flashtile
 from support.running.each_case import each_case
+from support.running.python import run_python
 
 SOURCE = Path(flashtile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -420,20 +419,9 @@ def test_public_names_have_docstrings(module):
     assert not missing
 
 
-def _run_python(source: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PYTHONPATH": str(SOURCE.parent), "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_works_with_an_older_triton():
-    output = _run_python(
+    output = run_python(
+        "-c",
         "import sys, types, torch\n"
         "sys.modules['triton'] = types.ModuleType('triton')\n"
         "sys.modules['triton'].__version__ = '3.2.0'\n"
@@ -443,7 +431,7 @@ def test_works_with_an_older_triton():
         "assert q.grad.isfinite().all()\n"
         "print(flashtile.explain(q, q, q, device='sm_90').rejected['triton'])\n"
         "from flashtile.cli import card\n"
-        "print('rows of a card:', len(card.rows_in_use(torch.device('cpu'))))\n"
+        "print('rows of a card:', len(card.rows_in_use(torch.device('cpu'))))\n",
     )
     assert "its kernels need Triton 3.6 or newer, and 3.2.0 is installed" in output
     assert "rows of a card: 0" in output

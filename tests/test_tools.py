@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from flashtile._backends import devices
+from support.running.python import ROOT, run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(
     bool(devices.triton_missing()) or devices.interpreting(), reason="plans launches of Triton kernels"
 )
 
 
-def _printed(*command: str, **variables: str) -> str:
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
-
-
 @pytest.mark.slow
 def test_the_host_time_of_every_operation_is_measured():
-    times = json.loads(_printed("tools/host_path.py", "--rounds", "1", "--json"))
+    times = json.loads(run_python("tools/host_path.py", "--rounds", "1", "--json"))
     operations = {name.split()[0] for name in times}
     norms = {"layer_norm", "rms_norm", "dropout_add_rms_norm"}
     assert operations == {"attention", *norms, "rotary", "cross_entropy", "softmax", "dense", "mlp", "kv_cache"}
@@ -37,7 +27,7 @@ def test_the_host_time_of_every_operation_is_measured():
 
 @pytest.mark.slow
 def test_random_calls_run_on_the_emulated_kernels():
-    printed = _printed(
+    printed = run_python(
         "tools/soak_attention.py", "--features", "--emulated", "--processes", "1", "--count", "3", "--seed", "3"
     )
     (served,) = re.findall(r"3 random calls, (\d) of them served, 0 wrong", printed)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flashtile.testing import assert_same
-from support.attention.compat_cases import cumulative, normal, run_python, served
+from support.attention.compat_cases import cumulative, normal, served
+from support.running.python import run_python
 
 flash_attn_func = served(2).flash_attn_func
 flash_attn_varlen_func = served(2).flash_attn_varlen_func
@@ -97,5 +98,4 @@ for name, implementation in NAMES.items():
 @pytest.mark.slow
 def test_transformers_calls_it():
     pytest.importorskip("transformers")
-    done = run_python("-c", textwrap.dedent(TRANSFORMERS))
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python("-c", textwrap.dedent(TRANSFORMERS))

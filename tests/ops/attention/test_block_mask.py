@@ -2,11 +2,8 @@
 
 import copy
 import dataclasses
-import os
 import pickle
 import re
-import subprocess
-import sys
 
 import hypothesis
 import pytest
@@ -20,6 +17,7 @@ from flashtile import BlockMask
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_close
 from support.attention.mask_checks import check_mask
+from support.running.python import run_python
 
 TILES = ((128, 128), (16, 256), (64, 64), (48, 80), (16, 16), (192, 64))
 SHAPES = ((1, 1, 300, 500), (1, 1, 128, 256), (2, 1, 65, 129), (1, 3, 130, 63), (2, 3, 64, 64), (1, 1, 1, 1))
@@ -214,10 +212,7 @@ def test_long_masks_take_little_memory():
         # The peak of this program alone: `getrusage` counts what the process was before it, too.
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2**20
+    assert int(run_python("-c", source)) < 2**20
 
 
 @pytest.mark.parametrize("block", [128, (32, 48), (16, 256)], ids=str)

@@ -1,7 +1,5 @@
 """The CPU backend against the fp64 oracle: every feature and pair of features, on both of its paths."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -21,6 +19,7 @@ from flashtile.testing.tolerance import Size
 from support.attention.attention_cases import COMBINED, EDGES, score_mod_combined
 from support.attention.mask_checks import shown_by_band
 from support.running.covering import turns
+from support.running.python import run_python
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BASE = AttentionCase(batch=2, seq_q=75, seq_k=101, heads=4, heads_kv=4, head_dim=24, head_dim_v=24)
@@ -573,8 +572,7 @@ _LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
 @pytest.mark.unpoisoned
 def test_memory_is_linear():
     """The peak of forward and backward over that of a short call: a few copies of the inputs, and tiles."""
-    command = [sys.executable, "-c", _MEASURE_PEAKS, repr(_LONG_CALLS)]
-    peaks = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    peaks = run_python("-c", _MEASURE_PEAKS, repr(_LONG_CALLS)).split()
     for call, peak in zip(_LONG_CALLS, peaks, strict=True):
         seq = call[0]
         inputs = 3 * seq * 2 * 16 * 4

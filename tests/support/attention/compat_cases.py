@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +19,6 @@ from flashtile.compat.signatures import EXTENSIONS, VERSION_1, VERSION_2, VERSIO
 from flashtile.testing import assert_close
 from support.running.autograd import normal
 
-ROOT = Path(__file__).parents[3]
 #: A dtype and where it is tried.
 PLACES = [
     *(pytest.param("cpu", dtype, id=f"cpu-{dtype}"[:3] + f"-{str(dtype)[6:]}")
@@ -199,12 +194,3 @@ def arguments_of(function: Callable[..., Any]) -> str:
         shown = getattr(default, "__name__", None) or repr(default)
         parts.append(star + name + ("" if default is parameter.empty else f"={shown}"))
     return ", ".join(parts)
-
-
-def run_python(*arguments: str, cwd: Path | None = None, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own, with these sources."""
-    places = [place for place in (path, str(ROOT / "src")) if place]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment, cwd=cwd
-    )
