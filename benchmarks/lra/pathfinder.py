@@ -95,11 +95,8 @@ def _scene(label: int, random_numbers: random.Random, drawing: Drawing) -> tuple
 def _path(dashes: int, others: list[list[Dash]], random_numbers: random.Random, drawing: Drawing) -> list[Dash] | None:
     """One that keeps its distance from the others and from itself; None where none was found."""
     taken = [point for path in others for dash in path for point in _points(dash)]
-    for _ in range(_ATTEMPTS):
-        path = _walk(dashes, taken, random_numbers, drawing)
-        if path is not None:
-            return path
-    return None
+    walks = (_walk(dashes, taken, random_numbers, drawing) for _ in range(_ATTEMPTS))
+    return next((path for path in walks if path is not None), None)
 
 
 def _walk(dashes: int, taken: list[Point], random_numbers: random.Random, drawing: Drawing) -> list[Dash] | None:

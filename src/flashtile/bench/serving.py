@@ -185,8 +185,7 @@ def _varlen(case: ServingCase, inputs: Inputs) -> Step:
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (t.flatten(0, -3) for t in _dense(case, inputs))
-    queries = case.queries or (case.Sq,) * case.B
-    lengths = (*(cumulative(counts, q.device) for counts in (queries, case.rows)), case.Sq, case.S)
+    lengths = (*(cumulative(counts, q.device) for counts in (case.counts, case.rows)), case.Sq, case.S)
     attend: Callable[..., Any] = varlen_attn
     options = torch_varlen_options(case, inspect.signature(attend).parameters)
     return lambda: attend(q, k, v, *lengths, **options).view(*inputs.q.shape[:-1], case.Dv)
@@ -314,7 +313,7 @@ class ServingProblem(base.Problem):
     def _chosen(self, out: Tensor) -> dict[tuple[int, int], Tensor]:
         """By sequence and key/value head, some queries of those that are checked, `[queries, group, D]`."""
         case, found = self.case, {}
-        starts = [0, *itertools.accumulate(case.queries or (case.Sq,) * case.B)]
+        starts = [0, *itertools.accumulate(case.counts)]
         packed = out.flatten(0, -3).unflatten(1, (case.Hkv, -1))
         for number in spread(_PAIRS, case.B * case.Hkv, torch.device("cpu")).unique().tolist():
             sequence, head = divmod(number, case.Hkv)
@@ -323,8 +322,7 @@ class ServingProblem(base.Problem):
         return found
 
     def _queries(self, sequence: int) -> Tensor:
-        count = self.case.Sq if self.case.queries is None else self.case.queries[sequence]
-        return spread(_QUERIES, count, torch.device("cpu")).unique()
+        return spread(_QUERIES, self.case.counts[sequence], torch.device("cpu")).unique()
 
     @functools.cached_property
     def _expected(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
@@ -340,7 +338,7 @@ class ServingProblem(base.Problem):
         """Attention of the chosen queries of a sequence with one key/value head, all scores at once."""
         case = self.case
         k, v = (t[:, 0] for t in gather_rows(case, self._inputs, sequence, slice(head, head + 1), dtype))
-        count, rows = (case.queries or (case.Sq,) * case.B)[sequence], len(k)
+        count, rows = case.counts[sequence], len(k)
         queries = self._queries(sequence).to(q.device)
         column = torch.arange(rows, device=q.device) - (rows - count)  # the first query's own row is 0
         visible = column <= queries[:, None]

@@ -73,9 +73,13 @@ class ServingCase(AnyCase):
         """Rows of each sequence, those of the queries among them."""
         return self.lengths or (self.S,) * self.B
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Queries of each sequence."""
+        return self.queries or (self.Sq,) * self.B
+
     def flops(self, phase: str) -> float:
-        counts = zip(self.queries or (self.Sq,) * self.B, self.rows)
-        pairs = sum(count * rows - count * (count - 1) // 2 for count, rows in counts)
+        pairs = sum(count * rows - count * (count - 1) // 2 for count, rows in zip(self.counts, self.rows))
         return 2 * self.H * pairs * (self.D + self.Dv)
 
     def bytes(self, phase: str) -> int:
