@@ -169,6 +169,9 @@ _LAYERS = ((-1, 4, 6), (8, 6), (8,), (6, 8), (6,))
 CALLS: dict[str, PublicCall] = {
     "attention": PublicCall(_attention(), _QKV),
     "attention: half": PublicCall(lambda q, k, v: flashtile.attention(_half(q), _half(k), _half(v)), _QKV),
+    "attention: narrow values": PublicCall(
+        lambda q, k, v: flashtile.attention(q, k, v[..., : v.shape[-1] // 2], causal=True), _QKV
+    ),
     "attention: window, softcap": PublicCall(
         _attention(window=lambda q: (2, 1), softcap=lambda q: 5.0, return_lse=lambda q: True), _QKV
     ),
