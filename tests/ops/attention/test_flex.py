@@ -79,7 +79,9 @@ SCORES: dict[str, Callable[..., Tensor] | None] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, mask_mod", turns(SCORES, [None, causal, sliding, None, causal]), ids=str)
+@pytest.mark.parametrize(
+    "name, mask_mod", turns(SCORES, [None, causal, sliding, None, causal]), ids=lambda of: getattr(of, "__name__", of)
+)
 def test_agrees_with_pytorch(name, mask_mod):
     score_mod, (query, key, value) = SCORES[name], inputs()
     block_mask = None if mask_mod is None else create_block_mask(mask_mod, None, None, SEQ, SEQ, device="cpu")

@@ -116,6 +116,15 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         return plan._plan.__wrapped__(facts)
 
 
+def test_latent_pages_that_would_change_bits_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "latent_unsupported_reason", lambda call, _: None if call.moves_pages else "its pages")
+    spec = CacheSpec(0, 0.1, None, 0, batch_invariant=True)
+    latent = Call(page_size=4, spec=spec)
+    with pytest.raises(ValueError, match="block_table: expected latent rows in pages of a multiple of 8 rows"):
+        plan_of(latent)
+    assert plan_of(latent._replace(spec=spec._replace(batch_invariant=False))).split is not None
+
+
 _INVARIANT = CacheSpec(0, 0.1, 999, 0, batch_invariant=True)
 _OF_ROWS = Call().spec._replace(factors_of_rows=True)
 _CALLS = {

@@ -228,6 +228,11 @@ def _plan(facts: CacheFacts) -> CachePlan:
 
         gather = plan_gather(call, 1, gathered_sequences(call, 1), device, keys_alone=True)
         return CachePlan(append, None, latent_pipeline(gather.call, device), gather=gather)
+    if spec.batch_invariant and latent_unsupported_reason(call._replace(page_size=0), machine) is None:
+        raise ValueError(
+            "block_table: expected latent rows in pages of a multiple of 8 rows in the batch-invariant mode, got pages "
+            f"of {call.page_size}, which a kernel with other bits would read; choose other pages, or leave the mode"
+        )
     if chunks_unsupported_reason(call, machine, multiprocessors(device)):
         return CachePlan(append, split_pipeline(call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks, plan_steps
