@@ -136,6 +136,12 @@ class KernelResult:
 _MOST_PROCESSES = 8
 
 
+def backends_to_check() -> list[str]:
+    """The backends with kernels of their own for the default device."""
+    explained = {backend: _explained(backend, default_device()) for backend in backends()[0]}
+    return [name for name, found in explained.items() if any(kernel.backend == name for kernel in found.kernels)]
+
+
 def check_kernels(backends: list[str]) -> Iterator[KernelResult]:
     """Runs all checks of the backends, on a GPU in several processes. The results come in no fixed order."""
     device = default_device()
@@ -164,14 +170,11 @@ def _problem(backend: str, number: int, device: str) -> str | None:
 
 def run_checks(console: Console, show: bool) -> list[KernelResult]:
     """Runs all checks of kernels, and where `show` is set prints what they found."""
-    device = default_device()
-    explained = {backend: _explained(backend, device) for backend in backends()[0]}
-    # Those with kernels of their own for the device.
-    names = [name for name, found in explained.items() if any(kernel.backend == name for kernel in found.kernels)]
+    names = backends_to_check()
     results = []
     with Progress(console=console, transient=True, disable=not show) as progress:
         total = sum(len(kernel_checks(backend)) for backend in names)
-        first = "" if device.type == "cpu" else ", which compiles their kernels first"
+        first = "" if default_device().type == "cpu" else ", which compiles their kernels first"
         if show:
             print_text(console, f"Checking {total} calls of {' and '.join(names)}{first}.")
         bar = progress.add_task("checking kernels", total=total)
