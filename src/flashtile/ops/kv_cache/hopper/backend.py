@@ -232,11 +232,13 @@ def mixes_tokens(call: SplitCall) -> bool:
 
 
 def is_gathered(call: SplitCall) -> bool:
-    """Whether the forward has rows gathered first (`gather`): they are widened, or are far more queries than the copies
-    of rows by the forward itself. Not in the batch-invariant mode."""
+    """Whether rows are gathered for the forward (`gather`): those of 8 bits, which are widened, and for long chunks
+    those in pages that TMA does not move. Not in the batch-invariant mode."""
     _, seq_q, *_ = call.shape
-    if call.cut is not None or call.cache_itemsize == 1:
-        return call.cut is None
+    if call.cut is not None:
+        return False
+    if call.cache_itemsize == 1:
+        return True
     return not call.moves_pages and seq_q >= _GATHERED_LONGEST and not _first_reason(_gathering_chunks(call))
 
 
