@@ -67,9 +67,9 @@ def test_a_call_without_memory_is_tried_again(seen, monkeypatch):
 
 
 def test_cases_of_the_same_kernels_do_not_follow_one_another():
-    assert [(case.D, case.S) for case in commands._alike_apart(CASES)] == [(8, 5), (16, 5), (8, 6), (16, 6)]
+    assert [(case.D, case.S) for case in commands._interleaved(CASES)] == [(8, 5), (16, 5), (8, 6), (16, 6)]
     causal = replace(CASES[1], causal=True)
-    assert commands._alike_apart([CASES[0], CASES[1], causal]) == [CASES[0], causal, CASES[1]]
+    assert commands._interleaved([CASES[0], CASES[1], causal]) == [CASES[0], causal, CASES[1]]
 
 
 def test_every_phase_of_a_companion_is_called_once(monkeypatch):

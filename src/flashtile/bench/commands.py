@@ -135,7 +135,7 @@ def compile_ahead(
     os.environ.setdefault(_FA4_CACHE, "1")
     calls = [
         (benchmark, case, each.name, device.type)
-        for case in _alike_apart(cases)
+        for case in _interleaved(cases)
         for each in implementations
         if each.compiles and each.reason(case, device) is None
     ]
@@ -172,7 +172,7 @@ def _run_phases(make_problem: ProblemOf, case: Any, implementation: Implementati
     return True
 
 
-def _alike_apart(cases: Sequence[Any]) -> list[Any]:
+def _interleaved(cases: Sequence[Any]) -> list[Any]:
     """The cases with those far apart that may run the same kernels, so that the second finds those of the first."""
     sizes = ("B", "S", "lengths")
     alike = grouped(cases, lambda case: str((case.op, [kv for kv in case.record().items() if kv[0] not in sizes])))

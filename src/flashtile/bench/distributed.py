@@ -265,7 +265,7 @@ Found = dict[str, dict[str, Any]]
 
 
 class _Rank:
-    """What a process does. All ranks come to the same decisions."""
+    """A process of the run. All ranks come to the same decisions."""
 
     def __init__(self, mesh: DeviceMesh, where: torch.device, setting: _Setting) -> None:
         self._mesh, self._where, self._setting = mesh, where, setting

@@ -280,7 +280,7 @@ def covered(spans: list[Span], by: list[Span]) -> float | None:
 
 
 def _length(spans: list[Span]) -> float:
-    """Of what spans cover together."""
+    """How long the union of spans is."""
     length, last = 0.0, -math.inf
     for start, end in sorted(spans):
         length += max(0.0, end - max(start, last))

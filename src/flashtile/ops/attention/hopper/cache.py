@@ -393,7 +393,7 @@ class CopiedRows(NamedTuple):
 
 @gluon.jit
 def copied_rows(cache, numbers):
-    """Those of keys and values."""
+    """The `CopiedRows` of keys, and of values."""
     keys = CopiedRows(cache.k_rows, numbers.k_row, numbers.k_head, numbers.k_columns)
     return keys, CopiedRows(cache.v_rows, numbers.v_row, numbers.v_head, numbers.v_columns)
 

@@ -137,7 +137,7 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
             here = pages
             rings.k.wait_empty(slot)
             load_keys(slot, KeyTile(head, row, here, place.k_apart), tile, seen, rings, tensors, config, SHARE=SHARE)
-            # Those of the next tile are looked up while the values wait for their place.
+            # The pages of the next tile are looked up while the values wait for their place.
             pages = share_pages(tensors.k, row - N, seen, keys, place, config, N, SHARE=SHARE)
             v_tile = KeyTile(head, row, here, place.v_apart)
             load_values(slot, v_tile, 0, seen, rings, tensors, config, SHARE=SHARE)
