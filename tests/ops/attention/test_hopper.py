@@ -26,6 +26,7 @@ from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.gpu.parameters import BlockNumbers, SidePointers, Window
 from flashtile.ops.attention.hopper import (
     backward_configs,
+    backward_loads,
     backward_pieces,
     backward_tiles,
     configs,
@@ -766,12 +767,45 @@ def test_walks_are_divided(batch, rows, keys, heads, heads_kv, head_dim, band, s
 def test_walks_of_packed_sequences_are_divided_by_the_longest(sequences, longest, heads, heads_kv, shares):
     """A walk visits the queries of its sequence, not all of the call. In steps of 64 queries, a model of 132 thread
     blocks takes 234 for 400 sequences of 100 rows, in four shares 400."""
-    shapes = ((sequences * longest * 3 // 4, each, 128) for each in (heads, heads_kv))
-    q, k = (TensorFacts(torch.bfloat16, shape, contiguous_strides(shape)) for shape in shapes)
-    aux, spec = aux_of(max_seqlens=(longest, longest), sequences=sequences), AttentionSpec(0.1, None, 0)
-    device = torch.device("cuda", 0)
-    call = description.Call("auto", "backward", spec, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
+    call = _packed_backward(sequences * longest * 3 // 4, longest, heads, heads_kv, 128, sequences, window_right=0)
     assert schedule.BackwardSchedule.from_call(call).shares == shares
+
+
+def _packed_backward(
+    rows: int, longest: int, heads: int, heads_kv: int, head_dim: int, sequences: int, **spec: Any
+) -> description.Call:
+    q, k = (
+        TensorFacts(torch.bfloat16, shape, contiguous_strides(shape))
+        for shape in ((rows, each, head_dim) for each in (heads, heads_kv))
+    )
+    aux, device = aux_of(max_seqlens=(longest, longest), sequences=sequences), torch.device("cuda", 0)
+    of = AttentionSpec(0.1, **spec)
+    return description.Call("auto", "backward", of, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
+
+
+@pytest.mark.parametrize(
+    "rows, longest, heads, heads_kv, head_dim, sequences, spec, short_rows",
+    [
+        (43000, 400, 12, 12, 64, 200, {}, 384),
+        (43000, 400, 12, 12, 64, 200, {"window_right": 0}, 768),
+        (43000, 400, 12, 12, 64, 200, {"window_left": 128, "window_right": 0}, 1024),
+        (43000, 400, 16, 16, 128, 200, {}, 256),
+        (43000, 400, 32, 8, 128, 200, {"window_right": 0}, 256),
+        (43000, 400, 12, 12, 64, 200, {"window_right": 0, "deterministic": True}, 0),
+        (43000, 400, 12, 12, 64, 200, {"window_right": 0, "batch_invariant": True}, 0),
+        (43000, 400, 12, 12, 64, 200, {"window_left": 5, "window_right": -1}, 0),
+        (43000, 400, 2, 2, 64, 200, {}, 0),  # 400 lines for 132 multiprocessors
+        (100000, 1000, 16, 16, 64, 100, {}, 0),  # most are longer
+    ],
+)
+def test_thread_blocks_take_whole_lines_of_short_packed_sequences(
+    rows, longest, heads, heads_kv, head_dim, sequences, spec, short_rows
+):
+    call = _packed_backward(rows, longest, heads, heads_kv, head_dim, sequences, **spec)
+    chosen = schedule.BackwardSchedule.from_call(call)
+    assert chosen.short_rows == short_rows and chosen.loops.WHOLE_LINES == (short_rows > 0) and chosen.adds_up
+    kept = chosen.programs(call) * chosen.group(call) * -(-short_rows // chosen.config.block_m)
+    assert chosen.summed_tiles(call) == chosen.query_tiles * heads + kept
 
 
 @pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
@@ -1063,6 +1097,7 @@ def _problem(
         key_tiles=-(-keys // n),
         query_tiles=-(-rows // m),
         lone_tiles=None,
+        short_rows=None,
         window=Window(*band),
         scale=1.0,
         units=None,
@@ -1775,14 +1810,14 @@ def test_chunks_of_the_backward(head_dim, chunks):
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 65), (5, 3, 36), (2, 5, 3, 64), (5, 1, 1)], ids=str)
 def test_rows_of_gradients_can_be_written_by_tma(shape):
-    gradient = torch.empty_strided(shape, backward_configs.padded_strides(shape), dtype=torch.bfloat16)
+    gradient = torch.empty_strided(shape, backward_loads.padded_strides(shape), dtype=torch.bfloat16)
     assert alignment.aligned(gradient) and gradient.stride(-1) == 1
     assert gradient.is_contiguous() == (shape[-1] % 8 == 0)
 
 
 def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch):
     q, out = (torch.zeros(2, 5, 3, width, dtype=torch.bfloat16) for width in (65, 64))
-    padded = torch.empty_strided(q.shape, backward_configs.padded_strides(q.shape), dtype=q.dtype).fill_(3)
+    padded = torch.empty_strided(q.shape, backward_loads.padded_strides(q.shape), dtype=q.dtype).fill_(3)
     monkeypatch.setattr(operator, "serve_backward", lambda *_: Gradients(padded, padded, out))
     arguments = (out, None, q, q, out, out, torch.zeros(2, 3, 5), *SideInputs(None, None, 5, 5), *AttentionSpec(1.0))
     dq, dk, _, *_ = torch.ops.flashtile.attention_backward(*arguments, *Wanted(), "hopper")

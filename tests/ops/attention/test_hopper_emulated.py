@@ -209,6 +209,18 @@ _WHOLE_LINES = [
     _lines(192, bias="bhqk", heads_kv=2, seq_k=130),
     _lines(256, 208, mask="b11k", alibi_slopes="h", heads_kv=2),
 ]
+_SHORT = {"_SHORT_LINES": 0, "_SHORT_TILES": 2}
+#: The third sequence is longer, the fourth has more queries than keys.
+_short = partial(changed, replace(_SMALL, lengths_q=(129, 0, 300, 130, 1, 250), lengths_k=(130, 33, 300, 70, 90, 256)))
+_SHORT_SEQUENCES = [
+    _short(64, causal=True),
+    _short(128, heads=4, heads_kv=2),
+    _short(96, **_TOP_LEFT),
+    _short(64, window=(70, None)),
+    _short(32, dropout_p=0.3, window=(100, 20), dtype=_FP16),
+    _short(128, alibi_slopes="bh", softcap=5.0, causal=True),
+    _short(64, bias="11qk", sinks=True),
+]
 _SLOPES: list[dict[str, Any]] = [
     {"alibi_slopes": "h"},
     {"alibi_slopes": "bh", **_IN_ORDER},
@@ -328,6 +340,7 @@ _GROUPS: dict[str, _Calls] = {
     **_in_two_orders(
         "whole lines", _WHOLE_LINES, 2, thresholds=_MANY_KEPT, same=("dq", "dk", "dv"), never=_END
     ),
+    "short packed sequences": _Calls(_SHORT_SEQUENCES, thresholds=_SHORT),
     "bias by TMA": _Calls(
         [_moved(*each) for each in turns(_MOVED, (32, 128, 40, 256))], launches=_BIAS_GRADIENT
     ),

@@ -313,6 +313,20 @@ _GROUPS: dict[str, _Calls] = {
         ]),
         again=1, names=("dq", "dk", "dv"),
     ),
+    # A thread block takes whole lines of short sequences, beside longer ones and such with more queries than keys.
+    "short packed sequences": _Calls(
+        [
+            _case(*width, lengths_q=(129, 0, 300, 130, 1, 250), lengths_k=(130, 33, 300, 70, 90, 256), **change)
+            for change, width in turns(
+                [
+                    {}, _CAUSAL, {"window": (70, None), "align": "top_left"}, {"window": (100, 20), "dropout_p": 0.3},
+                    {"alibi_slopes": "bh", "softcap": 5.0, "causal": True}, {"bias": "11qk", "sinks": True},
+                ],
+                [(32, 32), (64, 64), (96, 40), (128, 128)], 3,
+            )
+        ],
+        {"hopper.schedule._SHORT_LINES": 0, "hopper.schedule._SHORT_TILES": 2},
+    ),
     # As where the L2 cache would not hold what a walk reads.
     "walks that begin where others are": _Calls(
         [

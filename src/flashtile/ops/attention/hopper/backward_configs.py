@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.score_source import adds_to_score
 from flashtile.ops.attention.gpu.tile_tables import Row, first_row
@@ -422,16 +421,10 @@ def captured_gradient_memory(cut: CapturedGradientConfig, config: BackwardConfig
     return row_shared_memory(loads, *heads, apart=False) + _REDUCTION
 
 
-def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous gradient `[..., head_dim]` whose rows are padded to the 16 bytes of TMA."""
-    *outer, head_dim = shape
-    return contiguous_strides((*outer, -(-head_dim // 8) * 8))
-
-
 #: Bytes that all walks under way may read and sum if thread blocks take whole lines of more than two key tiles. The
-#: next walk reads the sums of this one, and has to find them in the L2 cache. Time before over time of whole lines (an
-#: H100): 1.18 with 26 MB (57 × 384 tokens, 16 heads of 64), 1.08 with 27 MB (32 × 300, 12 of 80), 1.06 with 30 MB (87 ×
-#: 288, 8 of 128, causal), 0.88 with 35 MB (32 × 512, 16 of 64), 0.72 with 39 MB (16 × 1,024, 16 of 64, causal).
+#: next walk has to find the sums of this one in the L2 cache. Time before over time of whole lines (H100): 1.18 with 26
+#: MB (57 × 384 tokens, 16 heads of 64), 1.06 with 30 MB (87 × 288, 8 of 128, causal), 0.88 with 35 MB (32 × 512, 16 of
+#: 64), 0.72 with 39 MB (16 × 1,024, 16 of 64, causal).
 _KEPT_BYTES = 32 * 10**6
 
 #: With so many key tiles, sums are written and read once. These are fewer bytes than clearing, adding and rounding
@@ -441,8 +434,7 @@ _FEW_KEY_TILES = 2
 #: How many times as many key tiles a thread block may get as where each is taken by itself.
 _MORE_ROUNDS = 1.15
 
-#: Bytes of a query in one head, for each column of q and of v. They hold that column of q or dout, and half a column of
-#: the float32 sums of dq.
+#: Bytes of a query in a head, for each column of q and of v: of q or dout, and half a column of dq's float32 sums.
 BYTES_OF_A_COLUMN = 4
 
 
@@ -485,16 +477,22 @@ def _takes_whole_lines(call: Call, config: BackwardConfig) -> bool:
     """Whether each thread block takes all key tiles of a line, and keeps the sums of its dq for itself. Then they are
     neither cleared nor rounded by a kernel, and have a fixed order. It pays where key tiles are few, and lines so many
     that all thread blocks have about as many. The keys of the call, which is dense, do not end earlier."""
-    spec, rows_q, programs = call.spec, call.rows_q, call.multiprocessors
+    spec, programs = call.spec, call.multiprocessors
     lines, key_tiles = call.batch * call.heads_kv, -(-call.rows_k // config.block_n)
     may = config.producer and config.sums_by_tma and spec.block_shape is None and lines * key_tiles > 0
     if not may or call.band_hides_rows:
         return False
     rounds = -(-lines // programs) * key_tiles / -(-lines * key_tiles // programs)
+    return rounds <= _MORE_ROUNDS and keeps_sums(call, config, call.rows_q, call.rows_k)
+
+
+def keeps_sums(call: Call, config: BackwardConfig, rows_q: int, rows_k: int) -> bool:
+    """Whether it pays that thread blocks keep the sums of lines with so many rows."""
+    spec, key_tiles = call.spec, -(-rows_k // config.block_n)
     visited = -(-rows_q // config.block_m) * config.block_m  # of a head, in the mean
     if spec.window_left is not None and spec.window_right is not None:
         visited = min(visited, spec.window_left + spec.window_right + config.block_n + config.block_m)
     elif spec.banded:
         visited = (visited + config.block_n) // 2
-    kept = programs * call.group * visited * sum(call.head_dims) * BYTES_OF_A_COLUMN
-    return rounds <= _MORE_ROUNDS and (key_tiles <= _FEW_KEY_TILES or kept <= _KEPT_BYTES)
+    kept = call.multiprocessors * call.group * visited * sum(call.head_dims) * BYTES_OF_A_COLUMN
+    return key_tiles <= _FEW_KEY_TILES or kept <= _KEPT_BYTES

@@ -48,6 +48,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     dq_sum_tile,
     dq_turn,
     info_slot,
+    kept_sum_tile,
     key_tile_step,
     publish_key_tile,
     receive_key_tile,
@@ -80,6 +81,7 @@ from flashtile.ops.attention.hopper.schedule import (
     BackwardSchedule,
     SequenceOrder,
     first_tile_number,
+    is_short,
     locate_tile,
     sequence_rows,
     write_rank,
@@ -188,13 +190,17 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             number = dq_sum_tile(work, head, tile_visited, config)
             if config.ORDERED and config.TILE_K == 0:
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
-            sum_before, is_complete = None, None
+            sum_before, is_complete, is_kept = None, None, None
             if problem.lone_tiles is not None:
                 is_complete = tile_visited < problem.lone_tiles
             if config.WHOLE_LINES:
                 first_tile, last_tile = adding_tiles(work, tile_visited, problem, config)
                 begun = work.first_key // config.KEYS > first_tile
                 is_complete = work.first_key // config.KEYS == last_tile
+                if config.PACKED:
+                    is_kept = is_short(work.seq_q, work.seq_k, problem.short_rows)
+                    begun, is_complete = begun & is_kept, is_complete & is_kept
+                    number = gl.where(is_kept, kept_sum_tile(work, head, tile_visited, problem, config), number)
                 sum_before = load_sum(dq_sums, number * PARTS * WIDTH, begun, 0, WIDTH, config)
             dscores.acquire(slot)
             if config.TILE_K > 0:
@@ -229,8 +235,8 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
                     hand_over_dq(
-                        outputs, dq, rows, tile_visited, part, line, column, is_complete=is_complete, problem=problem,
-                        config=config,
+                        outputs, dq, rows, tile_visited, part, line, column, is_complete=is_complete, is_kept=is_kept,
+                        problem=problem, config=config,
                     )  # fmt: skip
             step = step_after(work, step, config)
             number_before = number
@@ -262,10 +268,13 @@ def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexp
 
 
 @gluon.jit
-def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_complete, problem, config):
+def hand_over_dq(
+    outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_complete, is_kept, problem, config
+):  # fmt: skip
     """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`); or adds it to
     the sums, whose part begins at line `line` of 64 numbers. `is_complete`: whether no other key tile adds to it; None
-    where one always does, or never does (SINGLE_KEY_TILE)."""
+    where one always does, or never does (SINGLE_KEY_TILE). `is_kept`: whether only this thread block adds to it; None
+    where `WHOLE_LINES` says so."""
     row = tile * config.M + part * ROWS
     if config.SINGLE_KEY_TILE:
         store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
@@ -274,10 +283,15 @@ def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_c
     else:
         if is_complete:
             store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
-        elif config.WHOLE_LINES:
+        elif not config.WHOLE_LINES:
+            add_to_dq(outputs.sums, dq, line + COLUMN, config)
+        elif is_kept is None:
             keep_sum(outputs.sums, dq, line + COLUMN)
         else:
-            add_to_dq(outputs.sums, dq, line + COLUMN, config)
+            if is_kept:
+                keep_sum(outputs.sums, dq, line + COLUMN)
+            else:
+                add_to_dq(outputs.sums, dq, line + COLUMN, config)
 
 
 @gluon.constexpr_function
@@ -410,7 +424,7 @@ def _at_least(WIDTH):
 
 @gluon.constexpr_function
 def _padded(HEAD_DIM):
-    """Elements from a row of dq to the next: `backward_configs.padded_strides`."""
+    """Elements from a row of dq to the next: `backward_loads.padded_strides`."""
     return -(-HEAD_DIM // 8) * 8
 
 
@@ -424,8 +438,8 @@ def _columns_together(WIDTH):
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, cleared_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
     row_logits_ptr, logit_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr, side, order,
-    stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, lse_unit,
-    side_numbers, near_rows_k,
+    stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, short_rows,
+    lse_unit, side_numbers, near_rows_k,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
     TOGETHER: gl.constexpr,
@@ -435,8 +449,8 @@ def attention_begin_kernel(
     minus one unit of log2, in units of scores).
 
     It also writes zeros where thread blocks will add up the dq of the tile (`cleared_ptr`, None where they do not; they
-    do not for the first `lone_tiles` of a line), where key tiles count their turns to do so, and where thread blocks
-    count the tiles that they take and say where they are.
+    do not for the first `lone_tiles` of a line, and in short sequences of `short_rows`), where key tiles count their
+    turns to do so, and where thread blocks count the tiles that they take and say where they are.
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `row_logits_ptr`: the sinks that lse counts, or None.
@@ -452,11 +466,14 @@ def attention_begin_kernel(
             gl.store(counter_ptr + 1 + number, 0)
     if order is not None:
         if number <= batch:
-            write_rank(order, number, batch, cu_seqlens_q_ptr, rows_q)
+            write_rank(order, number, batch, cu_seqlens_q_ptr, rows_q, short_rows)
     tile = number % query_tiles
     line = number // query_tiles
-    sequence, head, first, begin, rows, _, _ = locate_tile(
-        tile // TOGETHER, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, other_rows=rows_q,
+    cu_seqlens_k_ptr, rows_k = cu_seqlens_q_ptr, rows_q
+    if short_rows is not None:
+        cu_seqlens_k_ptr, rows_k = order.cu_seqlens_k_ptr, order.rows_k
+    sequence, head, first, begin, rows, _, seq_k = locate_tile(
+        tile // TOGETHER, line, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, other_rows=rows_k,
         ROWS=M * TOGETHER, PACKED=PACKED,
     )  # fmt: skip
     first += tile % TOGETHER * M
@@ -526,7 +543,10 @@ def attention_begin_kernel(
     if cleared_ptr is not None:
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         BLOCK: gl.constexpr = M * _columns_together(D)
-        if tile >= lone_tiles:
+        summed = tile >= lone_tiles
+        if short_rows is not None:
+            summed = not is_short(rows, seq_k, short_rows)
+        if summed:
             for block in gl.static_range(0, M * D, BLOCK):
                 sums = cleared_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
                 gl.store(sums, gl.zeros([BLOCK], gl.float32, flat))
@@ -607,22 +627,29 @@ def _dq_row_layout(COLUMNS):
 
 @gluon.jit
 def attention_end_kernel(
-    sums_ptr, dq_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, query_tiles, lone_tiles, scale,
+    sums_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k, query_tiles, lone_tiles,
+    short_rows, scale,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, M: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Writes `dq = scale · sums` of one tile, but not of the first `lone_tiles` of a line; rows of dq are padded."""
+    """Writes `dq = scale · sums` of one tile, but not of the first `lone_tiles` of a line and of short sequences
+    (`short_rows`); rows of dq are padded."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
-    sequence, head, first, begin, rows, _, _ = locate_tile(
-        tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, other_rows=rows_q, ROWS=M, PACKED=PACKED
+    if short_rows is None:
+        cu_seqlens_k_ptr, rows_k = cu_seqlens_q_ptr, rows_q
+    sequence, head, first, begin, rows, _, seq_k = locate_tile(
+        tile, line, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, other_rows=rows_k, ROWS=M, PACKED=PACKED
     )
     COLUMNS: gl.constexpr = _columns_together(D)
     target: gl.constexpr = _dq_row_layout(COLUMNS)
     place = gl.arange(0, ROWS * COLUMNS, _sum_row_layout(COLUMNS))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, target))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, target))[None, :]
-    if tile >= lone_tiles:
+    summed = tile >= lone_tiles
+    if short_rows is not None:
+        summed = not is_short(rows, seq_k, short_rows)
+    if summed:
         for part in gl.static_range(M // ROWS):
             for left in gl.static_range(0, D, COLUMNS):
                 sums = gl.load(sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS + place)
@@ -680,6 +707,7 @@ def begin_kernel(
         "rows_q": int32(call.rows_q),
         "query_tiles": int32(query_tiles),
         "lone_tiles": int32(0 if schedule is None else schedule.lone_tiles),
+        "short_rows": int32(None if schedule is None else schedule.short_rows or None),
         "lse_unit": float32(unit),
     }
     head_dim, head_dim_v = call.head_dims
@@ -718,15 +746,19 @@ def _sequence_order(call: Call, schedule: BackwardSchedule | None) -> SequenceOr
 
 def end_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
     """The kernel that rounds the sums of dq."""
+    short = schedule.short_rows > 0
     parameters = {
         "sums_ptr": pointer_to(torch.float32, 16),
         "dq_ptr": pointer_to(call.dtype, 16),
         "cu_seqlens_q_ptr": _offsets(call.aux.cu_seqlens_q),
+        "cu_seqlens_k_ptr": optional(short, _offsets(call.aux.cu_seqlens_k)),
         "batch": int32(call.batch),
         "heads": int32(call.heads),
         "rows_q": int32(call.rows_q),
+        "rows_k": int32(call.rows_k if short else None),
         "query_tiles": int32(schedule.query_tiles),
         "lone_tiles": int32(schedule.lone_tiles),
+        "short_rows": int32(schedule.short_rows or None),
         "scale": float32(call.spec.scale),
     }
     head_dim, _ = call.head_dims

@@ -13,7 +13,7 @@ from flashtile._backends.tma import TensorLayout, TmaTensor, broadcast_layout, r
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import aux_buffers
 from flashtile.ops.attention.gpu.reductions import shares_kernel, sum_layouts, without_shares
-from flashtile.ops.attention.hopper.backward_configs import backward_chunks, padded_strides, tile_width
+from flashtile.ops.attention.hopper.backward_configs import backward_chunks, tile_width
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
 from flashtile.ops.attention.hopper.backward_tiles import (
     Step,
@@ -22,6 +22,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     key_tile_step,
     line_steps,
     publish_key_tile,
+    publish_next_key_tile,
     tile_work,
     visited_tile,
 )
@@ -42,7 +43,6 @@ from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates
 from flashtile.ops.attention.hopper.schedule import (
     BackwardSchedule,
     first_tile_number,
-    next_tile_number,
     shared_progress,
 )
 
@@ -70,8 +70,9 @@ def produce(config, shared, descriptors, problem, blocks, counter_ptr):
                 load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr=counter_ptr)
         tiles_done += 1
         steps_done += work.steps
-        number = next_tile_number(number, counter_ptr, problem, config)
-        number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
+        number, tile = publish_next_key_tile(
+            number, tile, tiles_done, shared.queue, counter_ptr, problem, blocks, config=config
+        )
 
 
 @gluon.jit
@@ -175,6 +176,12 @@ _MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias",
 BUFFERS = {"cleared_ptr": "sums", "turns_ptr": "semaphores", "row_logits_ptr": "sinks"}
 
 
+def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous gradient `[..., head_dim]` whose rows are padded to the 16 bytes of TMA."""
+    *outer, head_dim = shape
+    return contiguous_strides((*outer, -(-head_dim // 8) * 8))
+
+
 def gradient_layouts(call: Call, shares: int) -> dict[str, Layout]:
     """dq, and dk and dv of so many shares, side by side like heads, whose rows TMA can write."""
     shapes = {
@@ -257,7 +264,7 @@ def _boxes(call: Call, schedule: BackwardSchedule) -> Mapping[str, tuple[tuple[i
             boxes[name] = ((1, 1, CONSUMER_ROWS, CONSUMER_ROWS) if config.bias_stored else None,)
         elif name == "bias":
             boxes[name] = ((1, 1, config.block_m, CONSUMER_ROWS) if config.bias_by_tma else None,)
-        elif name == "dq" and schedule.adds_up and not schedule.lone_tiles:
+        elif name == "dq" and schedule.adds_up and not (schedule.lone_tiles or schedule.short_rows):
             boxes[name] = (None, None)
         else:
             whole, tail = backward_chunks(head_dim if name in ("q", "k", "dq", "dk") else head_dim_v)

@@ -13,6 +13,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.ops.attention.hopper.modifiers import kept_weights
 from flashtile.ops.attention.hopper.primitives import (
     WARPGROUP,
     Chunks,
@@ -22,6 +23,7 @@ from flashtile.ops.attention.hopper.primitives import (
     coordinates,
     matrix,
     matrix_layout,
+    pack,
     product_layout,
     release,
     ring_slot,
@@ -277,6 +279,65 @@ def mask_probs(p, key, first_query, work, problem, config):
     if config.HAS_LEFT:
         visible &= key[:, None] >= (query + (work.shift - problem.window.left))[None, :]
     return gl.where(visible, p, 0.0)
+
+
+@gluon.constexpr_function
+def _enlargement(dtype, sums_slopes, config):
+    """The factor by which weights are handed on larger. In float16 they lose bits below 2⁻¹⁴, which a sum over all of
+    them shows, as that of slopes, and a small derivative of a score function. Derivatives may be large, too."""
+    if dtype != gl.float16:
+        return 1.0
+    if sums_slopes:
+        return 2.0**14
+    return 2.0**6 if config.FUNCTION_DERIVATIVE and not config.DERIVATIVES_APART else 1.0
+
+
+@gluon.jit
+def gradient_factors(p, inner, probs, problem, config):
+    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · compute_ds(inner)`. If
+    DERIVATIVES_APART the second factor is no part of them. `probs`: the weights for dv, rounded."""
+    LARGER: gl.constexpr = _enlargement(probs.dtype, problem.slope_sums_ptr is not None, config)
+    factors = probs
+    if config.DERIVATIVES and not config.DERIVATIVES_APART:
+        factors = pack(p * compute_ds(inner, config) * LARGER, probs.dtype)
+    elif LARGER > 1 or problem.side.dropout_seed is not None:
+        factors = pack(p * LARGER, probs.dtype)
+    return factors
+
+
+@gluon.jit
+def compute_ds(inner, config):
+    """The derivatives of scores by products, without the scale. `inner`: as `modified_scores` returns it."""
+    if not config.FUNCTION_DERIVATIVE:
+        inner = 1.0 - inner * inner
+    return inner
+
+
+@gluon.jit
+def signed_by_dropout(p, dropout, first_query, first_key):
+    """The weights `pᵀ` that dropout keeps, not yet scaled, and all weights, with a minus before those that it drops."""
+    layout: gl.constexpr = p.type.layout
+    kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
+    return gl.where(kept, p, 0.0), gl.where(kept, p, -p)
+
+
+@gluon.jit
+def without_rows_past_end(p, first_query, work):
+    """`pᵀ` `[keys, queries]`, 0 for queries past the end, to which a table may say anything."""
+    query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
+    return gl.where((query < work.seq_q)[None, :], p, 0.0)
+
+
+@gluon.jit
+def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem, config):
+    """`dsᵀ` in 16 bits from `dpᵀ` and the factors of `dpᵀ - delta`. `dtype`: in which the factors were handed on."""
+    factors *= 1.0 / _enlargement(dtype, problem.slope_sums_ptr is not None, config)
+    if problem.side.dropout_seed is not None:
+        kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
+        ds = gl.abs(factors) * (kept - delta[None, :])
+    else:
+        ds = factors * (dp - delta[None, :])
+    return ds
 
 
 @gluon.constexpr_function

@@ -8,7 +8,13 @@ from flashtile._backends.gluon import aggregate, gl, gluon
 from flashtile._backends.launch import float32, int32, optional, pointer_to
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, key_batch_strides, window_parameters
-from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs, query_tile_ranges
+from flashtile.ops.attention.hopper.backward_pieces import (
+    ROWS,
+    mask_probs,
+    query_tile_ranges,
+    signed_by_dropout,
+    without_rows_past_end,
+)
 from flashtile.ops.attention.hopper.modifiers import (
     FULL,
     LOG2_E,
@@ -24,7 +30,6 @@ from flashtile.ops.attention.hopper.modifiers import (
     head_table,
     hide_by_mask,
     in_eights_and_distances,
-    kept_weights,
     line_entries,
     listed_line,
     load_bits,
@@ -36,13 +41,14 @@ from flashtile.ops.attention.hopper.modifiers import (
     read_tile_info,
     where_visible,
 )
-from flashtile.ops.attention.hopper.primitives import hidden_zero, pack, publish_tile, receive_tile
+from flashtile.ops.attention.hopper.primitives import hidden_zero, publish_tile, receive_tile
 from flashtile.ops.attention.hopper.schedule import (
     PAIRS_TOGETHER,
     _closing_lines,
     _lines_at_once,
     _lines_together,
     column_in_order,
+    is_short,
     line_in_turn,
     next_tile_number,
     place_in_order,
@@ -149,6 +155,7 @@ class Problem(NamedTuple):
         key_tiles: on each line of such a head, `query_tiles` (packed: slots) likewise of a query head. The first
             `lone_tiles` of these see the first key tile alone, whose product is their dq; None where dq is summed
             everywhere or nowhere.
+        short_rows: as in `schedule.BackwardSchedule`; None if no sequence is short.
         others: as in `forward.Problem`.
     """
 
@@ -166,6 +173,7 @@ class Problem(NamedTuple):
     key_tiles: Any
     query_tiles: Any
     lone_tiles: Any
+    short_rows: Any
     window: Any
     scale: Any
     units: Any
@@ -187,6 +195,7 @@ class Problem(NamedTuple):
             "key_tiles": None if call.packed else schedule.key_tiles,
             "query_tiles": schedule.query_tiles,
             "lone_tiles": schedule.lone_tiles or None,
+            "short_rows": schedule.short_rows or None,
         }
         return Problem(
             side=side.pointers,
@@ -282,6 +291,25 @@ def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
 
 
 @gluon.jit
+def publish_next_key_tile(number, tile, count, queue, counter_ptr, problem, blocks, config):
+    """Publishes the key tile that a persistent thread block takes after `tile`, number `number`, as its `count`-th.
+    Returns as `publish_key_tile`."""
+    if config.WHOLE_LINES and config.PACKED:
+        following = KeyTile(
+            tile.first_key + config.KEYS, tile.sequence, tile.head_kv, tile.begin_q, tile.seq_q, tile.begin_k,
+            tile.seq_k, listed_steps=tile.listed_steps,
+        )  # fmt: skip
+        if not (is_short(tile.seq_q, tile.seq_k, problem.short_rows) & (following.first_key < tile.seq_k)):
+            number = next_tile_number(number, counter_ptr, problem, config)
+            following = _locate_key_tile(number, problem, blocks, config)
+        publish_tile(queue, count, following, _told(config))
+    else:
+        number = next_tile_number(number, counter_ptr, problem, config)
+        number, following = publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
+    return number, following
+
+
+@gluon.jit
 def _locate_key_tile(number, problem, blocks, config):
     """The `number`-th key tile, still without a `start_offset`. Packed, all lines of a sequence are consecutive."""
     UNEVEN: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT
@@ -297,9 +325,9 @@ def _locate_key_tile(number, problem, blocks, config):
     if config.PACKED:
         place = place_in_order(problem.order_ptr, problem.batch, number // lines)
         sequence = gl.load(problem.order_ptr + problem.batch + 2 + place)
-        tiles_before = gl.load(problem.order_ptr + place)
-        tiles = gl.load(problem.order_ptr + place + 1) - tiles_before
-        number -= tiles_before * lines
+        numbers_before = gl.load(problem.order_ptr + place)
+        tiles = gl.load(problem.order_ptr + place + 1) - numbers_before
+        number -= numbers_before * lines
     if config.REVERSES_LINES:
         together = _lines_at_once(tiles)
     elif config.ORDERED and config.TILE_K > 0:
@@ -307,7 +335,7 @@ def _locate_key_tile(number, problem, blocks, config):
     else:
         together = _lines_together(tiles)
     closing = gl.to_tensor(1) if config.ORDERED else _closing_lines(tiles, problem.group)
-    if config.WHOLE_LINES:
+    if config.WHOLE_LINES and not config.PACKED:
         tile, line = number % tiles, number // tiles
     elif config.TILE_K > 0 and not config.ORDERED and not config.PACKED:
         tile, line = column_in_order(number, tiles, lines, together, config.TILE_K // config.KEYS)
@@ -543,12 +571,21 @@ def listed_step(count, config, shared):
 
 @gluon.jit
 def dq_sum_tile(work, head, tile, config):
-    """The number of a head's query tile in the sums of dq; with whole lines, in the thread block's one line."""
-    if config.WHOLE_LINES:
+    """The number of a head's query tile in the sums of dq that thread blocks add up together; of whole lines of a dense
+    call, in those that a thread block keeps."""
+    if config.WHOLE_LINES and not config.PACKED:
         number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
     else:
         number = first_statistics_tile(work, head) + tile
     return number
+
+
+@gluon.jit
+def kept_sum_tile(work, head, tile, problem, config):
+    """The number of a head's query tile in the sums that a thread block keeps of short sequences, behind the others."""
+    tiles = gl.cdiv(problem.short_rows, config.M)
+    others = problem.heads_kv * work.group * work.query_tiles
+    return others + (gl.program_id(0) * work.group + head) * tiles + tile
 
 
 @gluon.jit
@@ -573,17 +610,6 @@ def adding_tiles(work, tile, problem, config):
         last_key = tile * config.M + config.M - 1 + work.shift + problem.window.right
         last = gl.minimum(last_key // config.KEYS, last)
     return first, last
-
-
-@gluon.constexpr_function
-def _enlargement(dtype, sums_slopes, config):
-    """The factor by which weights are handed on larger. In float16 they lose bits below 2⁻¹⁴, which a sum over all of
-    them shows, as that of slopes, and a small derivative of a score function. Derivatives may be large, too."""
-    if dtype != gl.float16:
-        return 1.0
-    if sums_slopes:
-        return 2.0**14
-    return 2.0**6 if config.FUNCTION_DERIVATIVE and not config.DERIVATIVES_APART else 1.0
 
 
 @gluon.jit
@@ -727,54 +753,6 @@ def with_dropout(p, dropout, first_key, step, part: gl.constexpr, work, config, 
         query = visited_tile(work, step.tile, config) * config.M + part * (config.M // config.PARTS)
         weights, p = signed_by_dropout(p, dropout, query, first_key)
     return weights, p
-
-
-@gluon.jit
-def without_rows_past_end(p, first_query, work):
-    """`pᵀ` `[keys, queries]`, 0 for queries past the end, to which a table may say anything."""
-    query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
-    return gl.where((query < work.seq_q)[None, :], p, 0.0)
-
-
-@gluon.jit
-def gradient_factors(p, inner, probs, problem, config):
-    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · compute_ds(inner)`. If
-    DERIVATIVES_APART the second factor is no part of them. `probs`: the weights for dv, rounded."""
-    LARGER: gl.constexpr = _enlargement(probs.dtype, problem.slope_sums_ptr is not None, config)
-    factors = probs
-    if config.DERIVATIVES and not config.DERIVATIVES_APART:
-        factors = pack(p * compute_ds(inner, config) * LARGER, probs.dtype)
-    elif LARGER > 1 or problem.side.dropout_seed is not None:
-        factors = pack(p * LARGER, probs.dtype)
-    return factors
-
-
-@gluon.jit
-def compute_ds(inner, config):
-    """The derivatives of scores by products, without the scale. `inner`: as `modified_scores` returns it."""
-    if not config.FUNCTION_DERIVATIVE:
-        inner = 1.0 - inner * inner
-    return inner
-
-
-@gluon.jit
-def signed_by_dropout(p, dropout, first_query, first_key):
-    """The weights `pᵀ` that dropout keeps, not yet scaled, and all weights, with a minus before those that it drops."""
-    layout: gl.constexpr = p.type.layout
-    kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
-    return gl.where(kept, p, 0.0), gl.where(kept, p, -p)
-
-
-@gluon.jit
-def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem, config):
-    """`dsᵀ` in 16 bits from `dpᵀ` and the factors of `dpᵀ - delta`. `dtype`: in which the factors were handed on."""
-    factors *= 1.0 / _enlargement(dtype, problem.slope_sums_ptr is not None, config)
-    if problem.side.dropout_seed is not None:
-        kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
-        ds = gl.abs(factors) * (kept - delta[None, :])
-    else:
-        ds = factors * (dp - delta[None, :])
-    return ds
 
 
 @gluon.jit

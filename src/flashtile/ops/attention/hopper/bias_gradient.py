@@ -43,6 +43,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     LSE,
     ROWS,
     query_tile_ranges,
+    score_gradients,
     start_transposed,
     subtract_statistic,
 )
@@ -55,7 +56,6 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     group_head_dropout,
     listed_step,
     load_tables,
-    score_gradients,
     tile_work,
     with_dropout,
 )

@@ -33,9 +33,14 @@ from flashtile.ops.attention.gpu.reductions import (
 )
 from flashtile.ops.attention.gpu.tile_configs import key_tile_shares
 from flashtile.ops.attention.hopper.backward import main_kernel
-from flashtile.ops.attention.hopper.backward_configs import bias_gradient_by, padded_strides
+from flashtile.ops.attention.hopper.backward_configs import bias_gradient_by
 from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
-from flashtile.ops.attention.hopper.backward_loads import backward_pipeline, gradient_layouts, scratch_shapes
+from flashtile.ops.attention.hopper.backward_loads import (
+    backward_pipeline,
+    gradient_layouts,
+    padded_strides,
+    scratch_shapes,
+)
 from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel, cut_bias_work
 from flashtile.ops.attention.hopper.captured_gradient import captured_gradient_kernel
 from flashtile.ops.attention.hopper.configs import (
