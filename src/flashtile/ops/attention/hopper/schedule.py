@@ -67,18 +67,30 @@ def find_sequence(cu_seqlens_ptr, slot, batch, ROWS: gl.constexpr):
     """The sequence that a slot of a packed line belongs to: the last `b` for which `cu_seqlens[b] // ROWS + b <= slot`.
 
     Always as many slots as a sequence has tiles, or one more; `total // ROWS + batch + 1` slots hold every tile of any
-    lengths. Rows past `cu_seqlens[batch]` are sequence number `batch`, which has no keys. By halving: a producer is
-    one warp with few registers, and after the first call the lengths are in its cache.
+    lengths. Rows past `cu_seqlens[batch]` are sequence number `batch`, which has no keys.
     """
-    low = 0
-    high = batch
+    return _last_at_most(cu_seqlens_ptr, slot, batch, ROWS, 1)
+
+
+@gluon.jit
+def _last_at_most(numbers_ptr, most, last, DIVISOR: gl.constexpr, APART: gl.constexpr):
+    """The last place up to `last` whose number is at most `most`; that of place 0 is. The number of a place, which never
+    falls, is what lies there divided by DIVISOR, and APART for each place before.
+
+    The threads of a warp look at 32 places at once, so that up to 1,024 take two loads one after another. Halves take
+    ten, which short sequences wait for (decisions/hopper_forward.md, "Threads of a warp find a sequence together").
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    which = gl.arange(1, 33, layout)
+    low = gl.to_tensor(0)
+    high = gl.to_tensor(last)
     while low < high:
-        middle = (low + high + 1) // 2
-        row = gl.load(cu_seqlens_ptr + middle).to(gl.int32)
-        if row // ROWS + middle <= slot:
-            low = middle
-        else:
-            high = middle - 1
+        step = gl.cdiv(high - low, 32)
+        places = low + step * which
+        exists = places <= high
+        numbers = gl.load(numbers_ptr + places, mask=exists, other=0).to(gl.int32) // DIVISOR + APART * places
+        low += step * gl.sum((exists & (numbers <= most)).to(gl.int32), 0)
+        high = gl.minimum(high, low + step - 1)
     return low
 
 
@@ -195,15 +207,7 @@ def write_rank(order, sequence, batch, cu_seqlens_q_ptr, rows_q, short_rows):
 @gluon.jit
 def place_in_order(order_ptr, batch, number):
     """The place, in `SequenceOrder`, of the sequence that has number `number` of a line."""
-    low = 0
-    high = batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        if gl.load(order_ptr + middle) <= number:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return _last_at_most(order_ptr, number, batch, 1, 0)
 
 
 @gluon.jit
