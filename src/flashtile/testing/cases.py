@@ -14,6 +14,11 @@ import flashtile
 from flashtile.testing.tolerance import Size, assert_close, size, size_in_finer_band
 
 
+def _listed(lengths: tuple[int, ...]) -> str:
+    """The lengths, of many the first ones and how many there are."""
+    return str([*lengths]) if len(lengths) <= 9 else f"{[*lengths[:4]]}...{len(lengths)}"
+
+
 @dataclass(frozen=True)
 class AttentionCase:
     """One call of attention: dense with `batch`, `seq_q`, `seq_k`; packed with `lengths_q`, `lengths_k`.
@@ -47,11 +52,9 @@ class AttentionCase:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        sizes = (
-            f"varlen{list(self.lengths_q)}x{list(self.lengths_k or self.lengths_q)}"
-            if self.lengths_q is not None
-            else f"b{self.batch}q{self.seq_q}k{self.seq_k}"
-        )
+        sizes = f"b{self.batch}q{self.seq_q}k{self.seq_k}"
+        if self.lengths_q is not None:
+            sizes = f"varlen{_listed(self.lengths_q)}x{_listed(self.lengths_k or self.lengths_q)}"
         flags = "".join(f"-{key}{value}" for key, value in self.arguments.items())
         lengths = f"-keys{list(self.key_lengths)}" if self.key_lengths is not None else ""
         lengths += "".join(f"-{name}[{shape}]" for name in _SHAPED if (shape := getattr(self, name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import itertools
 import re
@@ -1181,9 +1182,12 @@ def test_key_tiles_of_packed_sequences(lengths, right, monkeypatch):
     before = [sum(tiles[which] for which in ranked[:place]) for place in range(batch + 2)]
     memory = [*before, *ranked]
     _number_work(monkeypatch)
-    for module in (backward_tiles, schedule):
-        monkeypatch.setattr(module.gl, "load", lambda place: memory[place], raising=False)
-    _call_plainly(monkeypatch, "place_in_order")
+    monkeypatch.setattr(backward_tiles.gl, "load", lambda place: memory[place], raising=False)
+
+    def place_of(order: int, batch: int, number: int) -> int:
+        return bisect.bisect_right(before, number, hi=batch + 1) - 1
+
+    monkeypatch.setattr(backward_tiles, "place_in_order", place_of)
     rows_of = [(start, end - start) for start, end in itertools.pairwise((*starts, rows))]
     monkeypatch.setattr(backward_tiles, "sequence_rows", lambda pointer, sequence, batch, rows: rows_of[sequence])
     config = _config_of_work(64, 128, right=right, PACKED=True)

@@ -327,6 +327,10 @@ _GROUPS: dict[str, _Calls] = {
         ],
         {"hopper.schedule._SHORT_LINES": 0, "hopper.schedule._SHORT_TILES": 2},
     ),
+    # More than a warp finds in two rounds.
+    "many packed sequences": _Calls(
+        [_case(d, lengths_q=(1, 0, 3, 70) * 300, lengths_k=(2, 5, 3, 65) * 300, **_CAUSAL) for d in (64, 128)]
+    ),
     # As where the L2 cache would not hold what a walk reads.
     "walks that begin where others are": _Calls(
         [

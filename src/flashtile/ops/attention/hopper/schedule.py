@@ -74,8 +74,8 @@ def find_sequence(cu_seqlens_ptr, slot, batch, ROWS: gl.constexpr):
 
 @gluon.jit
 def _last_at_most(numbers_ptr, most, last, DIVISOR: gl.constexpr, APART: gl.constexpr):
-    """The last place up to `last` whose number is at most `most`; that of place 0 is. The number of a place, which never
-    falls, is what lies there divided by DIVISOR, and APART for each place before.
+    """The last place up to `last` whose number is at most `most`; place 0 has such a number. The numbers never fall:
+    what lies at a place, divided by DIVISOR, and APART for each place before.
 
     The threads of a warp look at 32 places at once, so that up to 1,024 take two loads one after another. Halves take
     ten, which short sequences wait for (decisions/hopper_forward.md, "Threads of a warp find a sequence together").
