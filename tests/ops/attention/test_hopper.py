@@ -1213,6 +1213,22 @@ def test_key_tiles_of_packed_sequences(lengths, right, monkeypatch):
 # Coordinates of packed sequences
 
 
+@pytest.mark.parametrize("divisor, apart", [(1, 0), (64, 1)])
+@pytest.mark.parametrize("last", [0, 1, 31, 32, 33, 1023, 1024, 1025, 40000])
+def test_a_warp_finds_the_last_place_with_a_number(last, divisor, apart, monkeypatch):
+    lengths = torch.randint(0, 200, (last,), generator=torch.Generator().manual_seed(last))
+    memory = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    numbers = memory // divisor + apart * torch.arange(last + 1)
+    warp = SimpleNamespace(
+        BlockedLayout=lambda *_: None, num_warps=lambda: 1, arange=lambda first, end, layout: torch.arange(first, end),
+        to_tensor=int, cdiv=lambda x, y: -(-x // y), int32=torch.int32, minimum=min, sum=lambda x, axis: int(x.sum()),
+        load=lambda places, mask, other: torch.where(mask, memory[places.clamp(max=last)], other),
+    )  # fmt: skip
+    monkeypatch.setattr(schedule, "gl", warp)
+    for most in {0, 1, *numbers[:: max(1, last // 9)].tolist(), int(numbers[-1]), int(numbers[-1]) + 5}:
+        assert schedule._last_at_most.fn(0, most, last, divisor, apart) == int((numbers <= most).sum()) - 1
+
+
 @pytest.mark.parametrize("begin, length", [(0, 0), (0, 7), (5, 1), (1000, 129), (2**30 - 9, 9)])
 @pytest.mark.parametrize("row_stride", [8, 24, 4096, 2**20])
 def test_coordinates_of_a_packed_row(begin, length, row_stride):
