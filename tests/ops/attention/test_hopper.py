@@ -488,7 +488,7 @@ def test_where_ptxas_would_spill_few_tiles_have_several_consumers():
     "change, keys",
     [
         ({}, 64),
-        ({"head_dim": 40, "head_dim_v": 40, "window_right": 0, "sequences": 5}, 64),
+        ({"head_dim": 40, "head_dim_v": 40, "window_right": 0, "sequences": 2}, 64),
         ({"dtype": configs.FP8}, 64),
         ({"dtype": torch.float16}, 128),
         ({"window_left": 100}, 128),

@@ -1,6 +1,7 @@
 """The choice of tiles: pure, total, and within every device's on-chip memory."""
 
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flashtile.ops.attention.gpu.tile_configs import (
     dot_precision,
     drops_bounds,
     drops_masks,
+    longest_lengths,
     shared_memory,
 )
 from flashtile.ops.attention.gpu.tile_tables import TileConfig
@@ -173,3 +175,19 @@ def test_rows_for_hopper_say_what_was_measured():
     without = {(name, kernel) for name, kernel, row in rows if not row.measured}
     masks = {("HOPPER_MASK", kernel) for kernel in _KERNELS}  # as rows for a bias were
     assert without == masks | {("HOPPER_SHORT", "dkdv")}  # another kernel computes dk and dv there
+
+
+@pytest.mark.parametrize(
+    "rows, batch, bounds, longest",
+    [
+        ((43000, 43000), 200, (43000, 43000), (430, 430)),
+        ((43000, 5001), 200, (400, 5001), (400, 51)),
+        ((100, 90), 1, (100, 90), (100, 90)),
+        ((0, 0), 0, (0, 0), (0, 0)),
+    ],
+)
+def test_the_longest_of_packed_sequences_without_bounds_has_twice_the_mean(rows, batch, bounds, longest):
+    call = SimpleNamespace(packed=True, batch=batch, max_seqlens=bounds, rows_q=rows[0], rows_k=rows[1])
+    assert longest_lengths(call) == longest
+    call.packed = False
+    assert longest_lengths(call) == bounds

@@ -51,7 +51,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "left": {"window_left": 127},
     "hidden_rows": {"window_right": -1},
     "top_left": {"top_left": True},
-    "packed": {"sequences": 5},
+    "packed": {"sequences": 2},
     "few": {"multiprocessors": 132},  # a single consumer: the GPU has more multiprocessors than the call has tiles
     "ordered": {"deterministic": True},
     "blocks": {"block_tile": (128, 128)},

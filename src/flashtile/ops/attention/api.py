@@ -263,7 +263,7 @@ def attention_varlen(
         v: `[total_k, heads_kv, head_dim_v]`.
         cu_seqlens_q: `[batch + 1]` int32 or int64 on q's device, cumulative lengths that start at 0.
         cu_seqlens_k: the same for keys; default `cu_seqlens_q`.
-        max_seqlen_q: upper bound of the query lengths. Optional; it helps to choose tiles.
+        max_seqlen_q: upper bound of the query lengths, by which tiles are chosen; by default by twice the mean length.
         max_seqlen_k: the same for keys.
         key_lengths: `[batch]`: keys of sequence `b` at or past the length are not visible.
         block_table: `[batch, max_pages]` int32 or int64: k and v are pages `[pages, page_size, heads_kv, head_dim]`,

@@ -47,6 +47,17 @@ def length_class(max_seqlen_q: int, max_seqlen_k: int) -> Length:
     return "long" if min(max_seqlen_q, max_seqlen_k) >= LONG else "medium"
 
 
+def longest_lengths(call: Call) -> tuple[int, int]:
+    """Queries and keys of the longest sequence, by which tiles are chosen. Where a packed call came without bounds, and
+    these are its totals, they are twice the mean."""
+
+    def likely(bound: int, total: int) -> int:
+        return min(bound, -(-2 * total // max(call.batch, 1))) if bound >= total else bound
+
+    queries, keys = call.max_seqlens
+    return (likely(queries, call.rows_q), likely(keys, call.rows_k)) if call.packed else (queries, keys)
+
+
 class TileKey(NamedTuple):
     """The facts that the choice of tiles looks at, beside the kernel and the device.
 
@@ -79,7 +90,7 @@ def tile_key_for(call: Call) -> TileKey:
     uniform registers that nothing has set where a table of the function learns (`tests/**/control_flow.py`).
     """
     call = call.cut_by
-    spec, length = call.spec, length_class(*call.max_seqlens)
+    spec, length = call.spec, length_class(*longest_lengths(call))
     if length == "short" and spec.score_program is not None:
         length = "medium"
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]

@@ -290,10 +290,10 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
     tables = table_bytes(call.aux.bias, call.aux.mask) + function_bytes(spec.score_program)
     widest, part = max(head_dim, head_dim_v), _part_width(head_dim_v)
     row = first_row(_ROWS, head_dim, part)
-    max_seqlen_q = call.aux.max_seqlen_q
-    long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
+    longest_q, _ = lengths(call)
+    long = longest_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:
-        short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
+        short = longest_q < SHORT_CAUSAL if right else longest_q <= SHORT
         row = _THREE_OF_HALF_KEYS if spills and dtype is not torch.float16 else row
         # A third consumer leaves no registers for tables and random words.
         row = _NARROW if left or blocks or short or dropout or tables else row

@@ -1,6 +1,7 @@
 """How long and how many the query tiles of a call are: whether one consumer computes them in less time than several."""
 
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.tile_configs import longest_lengths
 
 #: Query rows of a tile of one consumer, and of three, the row of long calls with heads of up to 64 columns.
 ROWS_OF_ONE, ROWS_OF_THREE = 64, 3 * 64
@@ -61,8 +62,8 @@ def short_tiles_pay(call: Call) -> bool:
 
 def lengths(call: Call) -> tuple[int, int]:
     """Queries and keys of the longest sequence."""
-    max_seqlen_q, max_seqlen_k = call.max_seqlens
-    return max_seqlen_q, max_seqlen_k or max_seqlen_q
+    queries, keys = longest_lengths(call)
+    return queries, keys or queries
 
 
 def fit_one_tile(call: Call) -> bool:

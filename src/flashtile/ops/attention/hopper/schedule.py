@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS, gl, gluon
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.tile_configs import choose_parts, choose_shares, longest_walk
+from flashtile.ops.attention.gpu.tile_configs import choose_parts, choose_shares, longest_lengths, longest_walk
 from flashtile.ops.attention.hopper.backward_configs import (
     BYTES_OF_A_COLUMN,
     BackwardConfig,
@@ -586,10 +586,10 @@ def _shares(call: Call, schedule: BackwardSchedule) -> int:
 
 
 def _longest_head(call: Call, schedule: BackwardSchedule) -> int:
-    """Query tiles of a head of the longest sequence, at most."""
+    """Query tiles of a head of the longest sequence (`longest_lengths`)."""
     if not call.packed:
         return schedule.query_tiles
-    return min(schedule.query_tiles, -(-call.max_seqlens[0] // schedule.config.block_m))
+    return min(schedule.query_tiles, -(-longest_lengths(call)[0] // schedule.config.block_m))
 
 
 def choose_loops(call: Call, schedule: BackwardSchedule, group: int) -> Loops:
