@@ -166,7 +166,7 @@ def count_numbers(tiles, seq_q, seq_k, short_rows):
     """How many numbers the key tiles of a line of a packed sequence have: one each, but one together if it is short."""
     numbers = tiles
     if short_rows is not None:
-        numbers = gl.where(is_short(seq_q, seq_k, short_rows), 1, tiles)
+        numbers = gl.where(is_short(seq_q, seq_k, short_rows), gl.minimum(tiles, 1), tiles)
     return numbers
 
 
