@@ -220,6 +220,7 @@ _SHORT_SEQUENCES = [
     _short(32, dropout_p=0.3, window=(100, 20), dtype=_FP16),
     _short(128, alibi_slopes="bh", softcap=5.0, causal=True),
     _short(64, bias="11qk", sinks=True),
+    _short(64, score_mod=True, causal=True),
     _short(32, lengths_q=(3, 0, 70) * 13, lengths_k=(5, 2, 70) * 13),  # a search of two rounds
 ]
 _SLOPES: list[dict[str, Any]] = [

@@ -321,6 +321,7 @@ _GROUPS: dict[str, _Calls] = {
                 [
                     {}, _CAUSAL, {"window": (70, None), "align": "top_left"}, {"window": (100, 20), "dropout_p": 0.3},
                     {"alibi_slopes": "bh", "softcap": 5.0, "causal": True}, {"bias": "11qk", "sinks": True},
+                    {"score_mod": True},
                 ],
                 [(32, 32), (64, 64), (96, 40), (128, 128)], 3,
             )

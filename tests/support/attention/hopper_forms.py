@@ -335,7 +335,7 @@ BIAS_GRADIENT_FORMS = _backwards("""
 #: The gradients of what a score function reads, two warpgroups for 128 keys and for 64: an entry for each diagonal, one
 #: for each head and one for each key, and one for each score.
 CAPTURED_GRADIENT_FORMS = _backwards("""
-    64-causal-relative-covered-reads_learn 128-packed-window-softcap-dropout-bias-waves-reads_learn
+    64-causal-relative-covered-reads_learn 128-packed-window-short-softcap-dropout-bias-waves-reads_learn
     256-causal-blocks_64x64-scattered-reads_learn
 """)
 

@@ -294,7 +294,7 @@ def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
 def publish_next_key_tile(number, tile, count, queue, counter_ptr, problem, blocks, config):
     """Publishes the key tile that a persistent thread block takes after `tile`, number `number`, as its `count`-th.
     Returns as `publish_key_tile`."""
-    if config.WHOLE_LINES and config.PACKED:
+    if problem.short_rows is not None:
         following = KeyTile(
             tile.first_key + config.KEYS, tile.sequence, tile.head_kv, tile.begin_q, tile.seq_q, tile.begin_k,
             tile.seq_k, listed_steps=tile.listed_steps,
