@@ -343,6 +343,9 @@ _GROUPS: dict[str, _Calls] = {
         "whole lines", _WHOLE_LINES, 2, thresholds=_MANY_KEPT, same=("dq", "dk", "dv"), never=_END
     ),
     "short packed sequences": _Calls(_SHORT_SEQUENCES, thresholds=_SHORT),
+    "short packed sequences, walks in parts": _Calls(
+        [_short(64, heads=4, heads_kv=2)], thresholds={**_SHORT, "choose_parts": lambda *_: 2}
+    ),
     "bias by TMA": _Calls(
         [_moved(*each) for each in turns(_MOVED, (32, 128, 40, 256))], launches=_BIAS_GRADIENT
     ),

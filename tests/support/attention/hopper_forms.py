@@ -283,11 +283,11 @@ BACKWARD_FORMS = _backwards("""
     192-causal-stores_dq-whole_lines 256-causal-stores_dq-whole_lines 256-stores_dq-whole_lines-no_masks-fp16
     256-causal-softcap-stores_dq-whole_lines 64-window-whole_lines 64-causal-whole_lines-fp16
     128-window-whole_lines-fp16 64-causal-softcap-whole_lines 128-causal-softcap-whole_lines 64-packed-no_masks
-    96-packed-no_masks-short-whole_lines 128-packed-no_masks 192x128-packed-no_masks 128-packed-ordered-no_masks-fp16
+    96-packed-no_masks-short 128-packed-no_masks 192x128-packed-no_masks 128-packed-ordered-no_masks-fp16
     64-causal-lone-rotated 64-causal-lone-fp16 128-causal-lone-top_left 128-causal-lone-rotated-fp16
     64x128-causal-lone 64-single_tile-in_parts 128-masks_last-in_parts-fp16 256-ordered-in_parts
     128-causal-single_tile-masks_last-fp16 64x96-causal-single_tile-fp16
-    256-causal-ordered-single_tile-any_order 128-packed-causal-short-whole_lines-fp16 128-causal-masks_last-fp16
+    256-causal-ordered-single_tile-any_order 128-packed-causal-short-fp16 128-causal-masks_last-fp16
     64-causal-wide_strides 64-causal-sinks-dlse 64-packed-causal-sinks-dlse 64-causal-blocks
     128-causal-ordered-blocks_128x256 64-causal-blocks_64x64 64-causal-blocks_64x128
     128-packed-causal-ordered-blocks_128x64 192x128-blocks_64x64 64-packed-causal-blocks

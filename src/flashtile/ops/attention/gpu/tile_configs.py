@@ -48,8 +48,8 @@ def length_class(max_seqlen_q: int, max_seqlen_k: int) -> Length:
 
 
 def longest_lengths(call: Call) -> tuple[int, int]:
-    """Queries and keys of the longest sequence, by which tiles are chosen. Where a packed call came without bounds, and
-    these are its totals, they are twice the mean."""
+    """Queries and keys of the longest sequence, by which tiles are chosen. A packed call without bounds, which are its
+    totals then, counts as one with sequences of up to twice the mean."""
 
     def likely(bound: int, total: int) -> int:
         return min(bound, -(-2 * total // max(call.batch, 1))) if bound >= total else bound

@@ -193,11 +193,11 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             sum_before, is_complete, is_kept = None, None, None
             if problem.lone_tiles is not None:
                 is_complete = tile_visited < problem.lone_tiles
-            if config.WHOLE_LINES:
+            if config.WHOLE_LINES or problem.short_rows is not None:
                 first_tile, last_tile = adding_tiles(work, tile_visited, problem, config)
                 begun = work.first_key // config.KEYS > first_tile
                 is_complete = work.first_key // config.KEYS == last_tile
-                if config.PACKED:
+                if problem.short_rows is not None:
                     is_kept = is_short(work.seq_q, work.seq_k, problem.short_rows)
                     begun, is_complete = begun & is_kept, is_complete & is_kept
                     number = gl.where(is_kept, kept_sum_tile(work, head, tile_visited, problem, config), number)
@@ -219,7 +219,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
                     line = (number * PARTS + part) * WIDTH
-                    if config.WHOLE_LINES and part + column > 0:
+                    if sum_before is not None and part + column > 0:
                         sum_before = load_sum(dq_sums, line, begun, column, WIDTH, config)
                     # [64, SUM_COLUMNS], or the tail
                     dq = start_dq(sum_before, slot, key_slot, part, column, config, shared)
@@ -263,7 +263,7 @@ def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexp
         if config.M > ROWS:
             ds = ds.slice(part * ROWS, ROWS)
         k_tile = ring_columns(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
-        dq = warpgroup_mma(ds, k_tile, dq, use_acc=config.WHOLE_LINES or which > 0, is_async=True)
+        dq = warpgroup_mma(ds, k_tile, dq, use_acc=sum_before is not None or which > 0, is_async=True)
     return dq
 
 
@@ -273,8 +273,8 @@ def hand_over_dq(
 ):  # fmt: skip
     """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`); or adds it to
     the sums, whose part begins at line `line` of 64 numbers. `is_complete`: whether no other key tile adds to it; None
-    where one always does, or never does (SINGLE_KEY_TILE). `is_kept`: whether only this thread block adds to it; None
-    where `WHOLE_LINES` says so."""
+    where one always does, or never does (SINGLE_KEY_TILE). `is_kept`: whether the sequence is short, so
+    that this thread block keeps the sum; None where none is."""
     row = tile * config.M + part * ROWS
     if config.SINGLE_KEY_TILE:
         store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
@@ -283,10 +283,10 @@ def hand_over_dq(
     else:
         if is_complete:
             store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
-        elif not config.WHOLE_LINES:
-            add_to_dq(outputs.sums, dq, line + COLUMN, config)
-        elif is_kept is None:
+        elif config.WHOLE_LINES:
             keep_sum(outputs.sums, dq, line + COLUMN)
+        elif is_kept is None:
+            add_to_dq(outputs.sums, dq, line + COLUMN, config)
         else:
             if is_kept:
                 keep_sum(outputs.sums, dq, line + COLUMN)

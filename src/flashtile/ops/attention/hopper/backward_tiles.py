@@ -335,7 +335,7 @@ def _locate_key_tile(number, problem, blocks, config):
     else:
         together = _lines_together(tiles)
     closing = gl.to_tensor(1) if config.ORDERED else _closing_lines(tiles, problem.group)
-    if config.WHOLE_LINES and not config.PACKED:
+    if config.WHOLE_LINES:
         tile, line = number % tiles, number // tiles
     elif config.TILE_K > 0 and not config.ORDERED and not config.PACKED:
         tile, line = column_in_order(number, tiles, lines, together, config.TILE_K // config.KEYS)
@@ -571,9 +571,8 @@ def listed_step(count, config, shared):
 
 @gluon.jit
 def dq_sum_tile(work, head, tile, config):
-    """The number of a head's query tile in the sums of dq that thread blocks add up together; of whole lines of a dense
-    call, in those that a thread block keeps."""
-    if config.WHOLE_LINES and not config.PACKED:
+    """The number of a head's query tile in the sums of dq; with whole lines, in the thread block's one line."""
+    if config.WHOLE_LINES:
         number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
     else:
         number = first_statistics_tile(work, head) + tile
@@ -584,8 +583,10 @@ def dq_sum_tile(work, head, tile, config):
 def kept_sum_tile(work, head, tile, problem, config):
     """The number of a head's query tile in the sums that a thread block keeps of short sequences, behind the others."""
     tiles = gl.cdiv(problem.short_rows, config.M)
-    others = problem.heads_kv * work.group * work.query_tiles
-    return others + (gl.program_id(0) * work.group + head) * tiles + tile
+    heads = problem.heads_kv * work.group
+    if problem.parts is not None:
+        heads = heads // problem.parts
+    return heads * work.query_tiles + (gl.program_id(0) * work.group + head) * tiles + tile
 
 
 @gluon.jit

@@ -141,7 +141,7 @@ def locate_tile(
 
 class SequenceOrder(NamedTuple):
     """The order of the sequences of a packed backward, and what it follows from. `order_ptr`: int32, `batch + 2` and
-    then `batch + 1` numbers. Of each place the first ones say how many numbers of key tiles come before (the last one,
+    then `batch + 1` numbers. The first ones say of each place how many numbers of key tiles come before (the last one,
     how many there are), the second ones whose it is."""
 
     order_ptr: Any
@@ -286,7 +286,7 @@ def first_tile_number(counter_ptr, problem, config):
     blocks that are not persistent begin in the order of their numbers.
     """
     number = gl.program_id(0)
-    if config.WHOLE_LINES and not config.PACKED:
+    if config.WHOLE_LINES:
         number = number * problem.key_tiles
     elif config.ORDERED and config.PERSISTENT:
         number = take_number(counter_ptr)
@@ -296,7 +296,7 @@ def first_tile_number(counter_ptr, problem, config):
 @gluon.jit
 def next_tile_number(number, counter_ptr, problem, config):
     """The number of the next key tile of a persistent thread block."""
-    if config.WHOLE_LINES and not config.PACKED:
+    if config.WHOLE_LINES:
         following = number + 1
         if following % problem.key_tiles == 0:
             following = next_number(number, counter_ptr, 1) * problem.key_tiles
@@ -507,7 +507,7 @@ class BackwardSchedule(NamedTuple):
         config, single, whole = dq_epilogue(backward_config(call), call)
         query_tiles, key_tiles = _count_tiles(call, config)
         short_rows = _short_rows(call, config)
-        loops = NO_LOOPS._replace(SINGLE_KEY_TILE=single, WHOLE_LINES=whole or short_rows > 0)
+        loops = NO_LOOPS._replace(SINGLE_KEY_TILE=single, WHOLE_LINES=whole)
         schedule = BackwardSchedule(config, loops, query_tiles, key_tiles, short_rows=short_rows)
         shares = _shares(call.cut_by, schedule)
         group, parts = call.group // shares, 1
@@ -524,7 +524,7 @@ class BackwardSchedule(NamedTuple):
     @property
     def adds_up(self) -> bool:
         """Whether thread blocks add dq up together. Then it is cleared before, and rounded afterwards."""
-        return not self.loops.SINGLE_KEY_TILE and (self.short_rows > 0 or not self.loops.WHOLE_LINES)
+        return not (self.loops.SINGLE_KEY_TILE or self.loops.WHOLE_LINES)
 
     def group(self, call: Call) -> int:
         """Query heads of a walk."""
@@ -543,7 +543,7 @@ class BackwardSchedule(NamedTuple):
         lines = call.lines_kv * self.shares
         if not self.config.producer:
             return self.key_tiles * lines
-        work, programs = self.key_tiles * lines if self.adds_up else lines, call.multiprocessors
+        work, programs = lines if self.loops.WHOLE_LINES else self.key_tiles * lines, call.multiprocessors
         spec, long = call.spec, self.group(call) * call.rows_q >= _POWER_BOUND_WALK
         even = not (spec.banded or call.bounded or spec.block_shape is not None)
         if long and even and self.adds_up:
@@ -552,12 +552,9 @@ class BackwardSchedule(NamedTuple):
 
     def summed_tiles(self, call: Call) -> int:
         """Query tiles whose dq has sums: those that thread blocks add up together, then those of a line of each."""
-        shared, of_line = 0, 0
-        if self.adds_up:
-            shared, of_line = self.query_tiles * call.lines, -(-self.short_rows // self.config.block_m)
-        elif self.loops.WHOLE_LINES:
-            of_line = self.query_tiles
-        return shared + self.programs(call) * self.group(call) * of_line
+        added_up = self.query_tiles * call.lines if self.adds_up else 0
+        kept = self.query_tiles if self.loops.WHOLE_LINES else -(-self.short_rows // self.config.block_m)
+        return added_up + self.programs(call) * self.group(call) * kept
 
 
 def _count_tiles(call: Call, config: BackwardConfig) -> tuple[int, int]:
@@ -604,7 +601,7 @@ def choose_loops(call: Call, schedule: BackwardSchedule, group: int) -> Loops:
         reverses_lines = reverses_lines and spec.batch_invariant
         masks_last = loops.MASKS and not reverses_lines and _may_mask_last(call, config)
         return loops._replace(MASKS_LAST=masks_last, REVERSES_LINES=reverses_lines)
-    if loops.WHOLE_LINES and not call.packed:
+    if loops.WHOLE_LINES:
         # Its thread block meets no other one.
         return loops
     long = group * call.rows_q >= _LONG_WALK
