@@ -80,9 +80,9 @@ def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
 
 
 def typical(samples: Sequence[float], kind: str) -> float:
-    """The number that a record has for the samples of a timer: a GPU's median, and a CPU's lower quartile, because
-    other processes lengthen calls, and nothing shortens them."""
-    if kind not in CpuTimer.KINDS:
+    """The number that a record has for the samples of a timer: a GPU's median, and the lower quartile of a CPU and of
+    the host's time, because other processes lengthen calls, and nothing shortens them."""
+    if kind not in CpuTimer.KINDS + HostTimer.KINDS:
         return statistics.median(samples)
     return sorted(samples)[len(samples) // 4]
 
@@ -115,11 +115,12 @@ class HostTimer:
     Records say no `timer`. With `finished`, until the device has finished the last one: the host's time or the
     device's, whichever is longer."""
 
+    KINDS = ("", "back-to-back")
     CALLS, ROUNDS = 20, 10
 
     def __init__(self, function: Callable[[], Any], device: torch.device, finished: bool = False) -> None:
         self._function, self._device, self._finished = function, device, finished
-        self.kind = "back-to-back" if finished else ""
+        self.kind = self.KINDS[finished]
         for _ in range(_ESTIMATE_CALLS):
             function()
 
