@@ -179,6 +179,27 @@ def test_a_kernel_of_the_hub_works_beside_another_version(hub):
         assert not foreign, own
 
 
+def test_flops_of_two_copies_are_counted(hub):
+    """In a process of its own, because the counter is imported after both."""
+    script = (
+        "import importlib.util, sys, flashtile, torch\n"
+        "spec = importlib.util.spec_from_file_location(*sys.argv[1:])\n"
+        "copy = sys.modules[spec.name] = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(copy)\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "q = torch.randn(1, 9, 2, 16)\n"
+        "for module in (flashtile, copy):\n"
+        "    with FlopCounterMode(display=False) as counter:\n"
+        "        module.attention(q, q, q)\n"
+        "    print(counter.get_total_flops())\n"
+    )
+    variant = hub / "build" / "torch-cpu"
+    name = json.loads((variant / "metadata.json").read_text("utf-8"))["id"]
+    command = [sys.executable, "-c", script, name, str(variant / "__init__.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(4 * 9 * 9 * 2 * 16)] * 2
+
+
 def test_a_layer_of_the_hub_takes_the_place_of_another(hub):
     kernels = pytest.importorskip("kernels")
 

@@ -50,14 +50,17 @@ def _register(counter: ModuleType, name: str) -> None:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Finds PyTorch's module of the counter as Python does, and registers the formulas once it was imported."""
+    """Finds PyTorch's module of the counter as the finders behind it do, and registers the formulas once it was
+    imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _COUNTER:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another copy of flashtile may be there
+        found = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             loader.exec_module = self._then_register(loader.exec_module)
