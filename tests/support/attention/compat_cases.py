@@ -185,6 +185,8 @@ def extension(name: str) -> SimpleNamespace:
 def arguments_of(function: Callable[..., Any]) -> str:
     """Names and defaults as one writes them: `q, k, causal=False`. Without `other_names`, which modules of flashtile
     collect to refuse them."""
+    if inspect.isbuiltin(function):  # `apply` of PyTorch 2.14's autograd functions, which has no signature
+        return "*args, **kwargs"
     parts = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "other_names":
