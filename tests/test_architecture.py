@@ -98,7 +98,7 @@ GATHERED = "decompositions"
 _PUBLIC = "bench cli compat distributed integrations io_model learn models modules prefix_trees testing"
 #: Packages that stand on the public names, as a user does.
 ON_PUBLIC_NAMES = set(_PUBLIC.split())
-#: Comparing sizes that may be symbolic, which every package does alike.
+#: What every package asks alike while PyTorch traces.
 SIZES = ["ops", "common", "sizes"]
 #: PyTorch's functions that make a tensor on the default device unless they are told another.
 FACTORIES = {function.__name__ for function in _device_constructors()}

@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import flashtile
 from flashtile.integrations.shared import check_options
+from flashtile.ops.common.sizes import exporting
 
 #: A function that stands in the place of another library's.
 Route = Callable[..., Any]
@@ -104,7 +105,7 @@ def _route_sdpa(backend: str, deterministic: bool) -> Callable[..., Tensor]:
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        if torch.compiler.is_exporting():
+        if exporting():
             _note_call()  # now, because an exported program sets nothing
         else:
             _sdpa.served = True

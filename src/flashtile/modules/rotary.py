@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
-from flashtile.ops.common.sizes import known
+from flashtile.ops.common.sizes import exporting, known
 
 
 class Source(NamedTuple):
@@ -55,7 +55,7 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """cos and sin for at least this many positions, and with xPos also the tables of the keys; float32."""
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        if exporting() and not torch.compiler.is_dynamo_compiling():
             # Tables of some length would bound that of the exported model.
             return self._compute_tables(positions, device)
         made = self._tables

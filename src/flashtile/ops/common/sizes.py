@@ -1,9 +1,14 @@
-"""Comparing sizes. While PyTorch traces, a size that depends on data (`x[kept].shape[0]`) is not known, and a condition
-on it raises. An open condition is checked when the traced program runs."""
+"""Whether PyTorch exports, and comparing sizes. While it traces, a size that depends on data is not known
+(`x[kept].shape[0]`), and a condition on it raises. An open condition is checked when the traced program runs."""
 
 from __future__ import annotations
 
 import torch
+
+
+def exporting() -> bool:
+    """Whether `torch.export` traces. In torch 2.11, PyTorch's public function is true for `torch.compile` too."""
+    return torch.compiler._is_exporting_flag
 
 
 def known(condition: bool | torch.SymBool) -> bool:

@@ -17,7 +17,7 @@ from flashtile.ops.common.operators import Differentiable, OnBackend, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.rows import last_contiguous
-from flashtile.ops.common.sizes import known
+from flashtile.ops.common.sizes import exporting, known
 from flashtile.ops.rotary import spec as reference
 from flashtile.ops.rotary import tables
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
@@ -388,7 +388,7 @@ def _run(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) -> T
         return _rotated(rotation, spec, backend)
     x = rotation.x
     recorded = torch.is_grad_enabled() and x.requires_grad
-    if dispatch.transformed() or torch.compiler.is_exporting() or (recorded and torch.compiler.is_compiling()):
+    if dispatch.transformed() or exporting() or (recorded and torch.compiler.is_compiling()):
         # The compiler turns the copy into a write to x, and knows its derivative. An exported program may have to run
         # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
         return x.copy_(_rotated(rotation, spec, backend))
