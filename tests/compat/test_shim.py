@@ -28,7 +28,8 @@ for name, (distribution, version) in NAMES.items():
     assert importlib.util.find_spec(name).origin.startswith(path), name
     module = importlib.import_module(name)
     assert module.__version__ == served.release and metadata.version(distribution) == f"{served.release}+flashtile"
-    assert distribution in metadata.packages_distributions()[name.partition(".")[0]]
+    if sys.version_info >= (3, 11):  # Python 3.10 asks for a file that setuptools alone writes
+        assert distribution in metadata.packages_distributions()[name.partition(".")[0]]
     for below, names in served.modules.items():
         module = importlib.import_module(name if below == "." else f"{name}.{below}")
         assert all(getattr(module, own) is value for own, value in names.found().items()), module

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile.integrations import use_flashtile_sdpa
@@ -316,6 +317,8 @@ def test_a_filled_cache_goes_on_with_several_tokens(name, static):
 @pytest.mark.parametrize("name", ["mistral", "t5"])
 def test_compiles_whole(name):
     """In one graph; what becomes of flashtile's operators in it, their own tests show."""
+    if name == "t5" and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11 does not compile the caches of transformers' encoder-decoder models whole")
     torch._dynamo.reset()
     model = build(ALL[name], "flashtile", num_hidden_layers=1, num_decoder_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -415,8 +415,10 @@ _LIST = """
 """
 _NAMES = frozenset(_LIST.split())
 _aten = torch.ops.aten
-#: Elementwise forms that PyTorch does not tag as such.
-_UNTAGGED = {_aten.floor_divide.default, _aten.floor_divide.Scalar, _aten.hardswish.default}
+#: Elementwise forms that PyTorch, or some version of it, does not tag as such.
+_UNTAGGED = {
+    _aten.floor_divide.default, _aten.floor_divide.Scalar, _aten.hardswish.default, _aten.leaky_relu.default,
+}  # fmt: skip
 
 #: The options in words that these operations have.
 _WORDS = {"floor", "trunc", "none", "tanh"}
