@@ -19,6 +19,7 @@ import torch
 import flashtile
 from flashtile.testing import assert_same
 from support.running.once import once
+from support.running.python import run_python
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
@@ -195,9 +196,8 @@ def test_flops_of_two_copies_are_counted(hub):
     )
     variant = hub / "build" / "torch-cpu"
     name = json.loads((variant / "metadata.json").read_text("utf-8"))["id"]
-    command = [sys.executable, "-c", script, name, str(variant / "__init__.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(4 * 9 * 9 * 2 * 16)] * 2
+    counts = run_python("-c", script, name, str(variant / "__init__.py"))
+    assert counts.split() == [str(4 * 9 * 9 * 2 * 16)] * 2
 
 
 def test_a_layer_of_the_hub_takes_the_place_of_another(hub):
