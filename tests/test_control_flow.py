@@ -117,6 +117,7 @@ _SUM = "IADD3 R2, R3, 0x1, RZ"
         ("LDSM.16.M88.4 R16, [R12]", "EXIT", None),
         ("LDSM.16.M88.4 R16, [R14]", "EXIT", "LDSM.16.M88.4 R16, [R14]"),
         ("LDG.E R2, desc[UR8][R14.64]", "EXIT", "LDG.E R2, desc[UR8][R14.64]"),
+        ("LDG.E.SYS R2, [R13]", "EXIT", "LDG.E.SYS R2, [R13]"),
         (_SUM, "UIADD3 UR7, UR4, 0x1, URZ", "UIADD3 UR7, UR4, 0x1, URZ"),
         (_SUM, "IADD3 R2, R15, 0x1, RZ", "IADD3 R2, R15, 0x1, RZ"),
         ("MOV R14, 0x4", "UIADD3 UR7, UR5, 0x1, URZ", None),

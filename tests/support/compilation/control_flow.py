@@ -288,6 +288,8 @@ def _copied(instruction: Instruction) -> tuple[str, str] | None:
     return target, others[-1]
 
 
+#: Operations whose addresses have 64 bits.
+_DEVICE_MEMORY = {"ATOM", "ATOMG", "LD", "LDG", "RED", "REDG", "ST", "STG"}
 #: Operations that read an ordinary register which is their first operand.
 _READING_FIRST = {"BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RET", "WARPSYNC"}
 
@@ -295,18 +297,19 @@ _READING_FIRST = {"BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RET", "WARPSYNC"}
 @functools.lru_cache(maxsize=2**14)
 def _ordinary_reads(instruction: Instruction) -> frozenset[str]:
     """The ordinary registers that an instruction may read: rather too many than too few. An address in brackets is one
-    register, or two where it says `.64`."""
+    register, or two where it says `.64` or is one of device memory, of which sm_75 does not say it."""
     operands = instruction.operands
     if re.fullmatch(r"R\d+", operands[0]) and instruction.name not in _READING_FIRST:
         operands = operands[1:]
     width = max(_width(instruction.operation), _SEVERAL.get(instruction.name, 1))
     if product := re.search(r"GMMA\.64x(\d+)x", instruction.operation):
         width = max(4, int(product[1]) // 2)
+    of_address = 2 if instruction.name in _DEVICE_MEMORY else 1
     found = set()
     for operand in operands:
         for register in re.finditer(r"(?<![A-Z])R(\d+)(\.64)?", operand):
             before = operand[: register.start()]
-            mine = 1 if before.count("[") > before.count("]") else width
+            mine = of_address if before.count("[") > before.count("]") else width
             found |= {f"R{int(register[1]) + number}" for number in range(max(mine, 2 if register[2] else 1))}
     return frozenset(found)
 
