@@ -125,6 +125,7 @@ def _check_vectors(binary: Binary, shared_memory: int, kernel: str, of_rows: int
     assert code.count("MUFU.EX2") and "FSETP.GEU.AND P0, PT, |" not in code.split("MUFU.EX2")[0]
     if kernel == "backward":
         assert "STG.E.128" in code, "tiles inside of a row are written so, too"
+        assert ".128" not in "".join(re.findall(r"LDG\S*", code.partition("MUFU.EX2")[2])), "all loads come first"
 
 
 def test_gradients_at_another_distance_from_a_vector():

@@ -363,10 +363,14 @@ def multiply_kernel(gradient_ptr, factor_ptr, size, BLOCK_N: tl.constexpr):
 
 # --- how the kernels are cut, and their launches ---------------------------------------------------------------------
 
-#: The numbers follow from bytes in flight: a thread has four loads of 16 bytes in a tile of the widest kind, and
-#: programs of four warps are so small that many are on a multiprocessor at once, where one's loads cover another's
+#: The numbers follow from bytes in flight: a thread of the forward has four loads of 16 bytes in a tile of the widest
+#: kind, and programs are so small that many are on a multiprocessor at once, where one's loads cover another's
 #: arithmetic.
 _TILE_BYTES, _WARP_BYTES = 8192, 2048
+
+#: Elements to a thread of the gradient, at most. With 32 it takes 95 registers, and ptxas issues the last loads of 16
+#: bytes behind the exponentials of the first; with 16 it takes 48, and all loads come first.
+_GRADIENT_ELEMENTS = 16
 
 #: Columns of a tile, and warps, of the sum over all rows, and of the multiplication of a gradient.
 REDUCE = (4096, 8)
@@ -404,10 +408,13 @@ def tile_config(key: TileKey, device: DeviceFacts) -> TileConfig:
 
 
 def _shipped_config(key: TileKey, device: DeviceFacts) -> TileConfig:
-    width, itemsize, vector, _ = key
+    width, itemsize, vector, backward = key
     reach = 1 << (width + vector - 2).bit_length()
     block_n = max(32 * vector, min(reach, _TILE_BYTES // itemsize))
-    num_warps = max(1, block_n * itemsize // _WARP_BYTES)
+    warp_columns = _WARP_BYTES // itemsize
+    if backward:
+        warp_columns = min(warp_columns, 32 * _GRADIENT_ELEMENTS)
+    num_warps = max(1, block_n // warp_columns)
     return TileConfig(block_n, vector, max(1, num_warps * 32 // device.warp_size))
 
 
