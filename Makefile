@@ -42,7 +42,10 @@ test-all: $(STAMP) ## all tests that need no GPU: those of `make test` and of `m
 	$(call run_tests,all of them,,--complete)
 
 test-gpu: $(STAMP) ## the tests that need a GPU
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "$(DEVICE_MARKS)"
+	@status=0; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "($(DEVICE_MARKS)) and not alone" || status=1; \
+	$(BIN)/python -m pytest -m "($(DEVICE_MARKS)) and alone" || status=1; \
+	exit $$status
 
 remember: $(STAMP) ## compile the kernels with new checks of machine code, and record the checks that pass
 	@$(BIN)/python -m pytest -n $(WORKERS) --remember

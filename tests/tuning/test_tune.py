@@ -254,6 +254,7 @@ def test_explain_says_where_tiles_come_from():
     assert str(explanation).count("predicted (flashtile tune measures)") == 3
 
 
+@pytest.mark.alone
 @pytest.mark.hopper
 def test_from_the_table_of_sm_80_on_a_hopper_card(monkeypatch, tmp_path):
     """Tiles within 5 % of the rows for sm_90, in at most 3 minutes, though the search begins with those for sm_80; and
