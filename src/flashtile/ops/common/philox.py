@@ -49,8 +49,8 @@ def draw_dropout_seed(device: torch.device | str | None = None) -> Tensor:
     return torch.randint(2**32, (2,), dtype=torch.int64, device=device)
 
 
-#: Whether `seeds_from` says what PyTorch draws on a GPU.
-_KNOWN = torch.version.hip is None and TorchVersion(torch.__version__) < "2.14"
+#: Whether `seeds_from` says what PyTorch draws on a GPU, by the headers that come with it.
+_KNOWN = torch.version.hip is None and TorchVersion(torch.__version__) < "2.15"
 #: Seeds of a block. It takes about `_SINGLE` launches, so it is made after as many draws from its part of a generator's
 #: numbers.
 _BLOCK, _SINGLE = 4096, 64
