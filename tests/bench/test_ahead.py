@@ -78,7 +78,7 @@ def test_every_phase_of_a_companion_is_called_once(monkeypatch):
     def eager(case, others):
         def function(x, weight):
             calls.append((case.columns, x.requires_grad and torch.is_grad_enabled()))
-            return case.formula((x, weight), others)
+            return case.formula(x, weight)
 
         return Way(function)
 

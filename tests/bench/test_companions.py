@@ -168,9 +168,7 @@ def test_right_results_get_a_speed(case):
 
 
 def test_a_wrong_shape_is_told(monkeypatch):
-    rows = run_with(
-        RMSNorm("fp32", 7, 33), lambda case, others: Way(lambda x, w: case.formula((x, w), others)[0][:3]), monkeypatch
-    )
+    rows = run_with(RMSNorm("fp32", 7, 33), lambda case, others: Way(lambda x, w: case.formula(x, w)[:3]), monkeypatch)
     assert rows[0]["why"].startswith("wrong result: out: shape") and rows[1]["ms"] is None
 
 
@@ -230,7 +228,7 @@ def test_own_layouts_are_changed_back(monkeypatch):
         def function(*parts):
             for part in parts:
                 with torch.no_grad():
-                    part.copy_(case.formula([part], others)[0])
+                    part.copy_(case.formula(part, **others))
             return [_Rotated.apply(part, case, others).transpose(1, 2) for part in parts]
 
         return Way(
@@ -250,12 +248,12 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, case, others):
-        ctx.turn = functools.partial(case.formula, others={**others, "sin": -others["sin"]})
+        ctx.turn = functools.partial(case.formula, **{**others, "sin": -others["sin"]})
         return x.clone()
 
     @staticmethod
     def backward(ctx, dout):
-        return ctx.turn([dout])[0], None, None
+        return ctx.turn(dout), None, None
 
 
 def test_missing_packages_and_failures_are_reasons(monkeypatch):
@@ -282,12 +280,12 @@ def test_results_are_those_of_fresh_inputs():
     inputs = case.make_inputs(Random(CPU, torch.float32))
 
     def overwrite(x, weight):
-        out = case.formula((x, weight), {})[0]
+        out = case.formula(x, weight)
         x.data.zero_()
         return out
 
     bound = Bound(Way(overwrite), inputs, tuple(case.outputs), peak="")
-    expected = case.formula(list(inputs.leaves.values()), {})[0]
+    expected = case.formula(*inputs.leaves.values())
     for phase in ("fwd", "bwd", "fwd"):
         assert torch.equal(bound.results(phase)["out"], expected)
 

@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -58,13 +58,10 @@ class AnyCase:
 
     def record(self) -> dict[str, Any]:
         """The `case` object of a record: the same for every implementation."""
-        values = asdict(self)  # type: ignore[call-overload]
-        known = fields(self)  # type: ignore[arg-type]
-        usual = {field.name: field.default for field in known if field.name in self.later}
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if name not in usual or value != usual[name]
+            for name, value in vars(self).items()
+            if name not in self.later or value != getattr(type(self), name)
         }
 
     def flops(self, phase: str) -> float | None:
@@ -220,12 +217,12 @@ class Bound:
 
     def forward(self) -> Tensors:
         """A forward as in training: what the backward needs is kept."""
-        return _as_list(self.way.function(*self._leaves))
+        return as_list(self.way.function(*self._leaves))
 
     def forward_without_grad(self) -> Tensors:
         """A forward that keeps nothing for a backward."""
         with torch.no_grad():
-            return _as_list(self.way.function(*self._constants))
+            return as_list(self.way.function(*self._constants))
 
     def backward(self) -> tuple[Tensor, ...]:
         """The backward alone, through the graph of the last results of a backward."""
@@ -262,7 +259,7 @@ class Bound:
         return dict(zip(self._names, self.way.outputs(outputs), strict=True))
 
 
-def _as_list(outputs: Any) -> Tensors:
+def as_list(outputs: Any) -> Tensors:
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 

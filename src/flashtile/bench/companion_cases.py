@@ -89,8 +89,8 @@ class Copy(Companion):
     def width(self) -> int:
         return 1
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (leaves[0].clone(),)
+    def formula(self, x: Tensor) -> Tensor:
+        return x.clone()
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class RMSNorm(Companion):
         "quack": call("quack.rmsnorm.rmsnorm", eps=_EPSILON),
     }
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (self.normalise(*leaves),)
+    def formula(self, *leaves: Any, **others: Any) -> Any:
+        return self.normalise(*leaves)
 
     def normalise(self, x: Tensor, *parameters: Tensor) -> Tensor:
         norm: Callable[..., Tensor] = F.layer_norm if "bias" in self.leaves else F.rms_norm
@@ -153,9 +153,8 @@ class DropoutAddRMSNorm(RMSNorm):
         masked = flashtile.dropout_add_rms_norm(leaves["x"], None, None, return_dropout_mask=True, **arguments)
         return {"keep": masked[1], "seed": seed}
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        x, residual, *parameters = leaves
-        total = residual + (x * others["keep"] / (1 - self.dropout_p) if self.dropout_p else x)
+    def formula(self, x: Tensor, residual: Tensor, *parameters: Tensor, keep: Any = None, seed: Any = None) -> Any:
+        total = residual + (x * keep / (1 - self.dropout_p) if self.dropout_p else x)
         return self.normalise(total, *parameters), total
 
     def eager(self, others: dict[str, Tensor]) -> Way:
@@ -169,12 +168,14 @@ class DropoutAddRMSNorm(RMSNorm):
         return Way(function, own_bits=True)
 
     def calls(self) -> dict[str, Build]:
-        options: dict[str, Any] = {"dropout_p": self.dropout_p, "epsilon": _EPSILON, "prenorm": True}
-        ours = call(f"flashtile.{self.op}", seed="dropout_seed", **options)
+        def ours(others: dict[str, Tensor], **more: Any) -> Way:
+            more |= {"dropout_seed": others.get("seed"), "dropout_p": self.dropout_p}
+            return call(f"flashtile.{self.op}", epsilon=_EPSILON, prenorm=True)(others, **more)
+
         if self.dropout_p or "bias" in self.leaves:
             return {"flashtile": ours}
         liger = call(f"{_LIGER}fused_add_rms_norm", _EPSILON, **_LIGER_RMS)
-        quack = call("quack.rmsnorm.rmsnorm", names=("", "residual"), eps=_EPSILON, prenorm=True)
+        quack = call("quack.rmsnorm.rmsnorm", names=("residual", "weight"), eps=_EPSILON, prenorm=True)
         return {"flashtile": ours, "liger": liger, "quack": quack}
 
     def bytes(self, phase: str) -> int:
@@ -219,7 +220,7 @@ class Rotary(Companion):
     op = "rotary"
     leaves: ClassVar = {"x": "B S H D"}
     outputs: ClassVar = {"out": "B S H D"}
-    tables: ClassVar = {"tables": "S D"}
+    tables = ("S D",)
     packages: ClassVar = {
         "flashtile": call("flashtile.apply_rotary", read=("cos", "sin")),
         "liger": _liger_rotary,
@@ -230,10 +231,10 @@ class Rotary(Companion):
         cos, sin = flashtile.rotary_tables(self.S, self.D, device=random.device)
         return {"cos": cos.to(random.dtype), "sin": sin.to(random.dtype)}
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        first, second = leaves[0].chunk(2, dim=-1)
-        cos, sin = others["cos"][:, None], others["sin"][:, None]  # [S, 1, D / 2]
-        return (torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1),)
+    def formula(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]  # [S, 1, D / 2]
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,8 @@ class CausalSoftmax(Companion):
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"mask": torch.ones(self.S, self.S, dtype=torch.bool, device=random.device).triu(1)}
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return ((leaves[0] * _SCALE).masked_fill(others["mask"], float("-inf")).softmax(dim=-1),)
+    def formula(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * _SCALE).masked_fill(mask, float("-inf")).softmax(dim=-1)
 
     def bytes(self, phase: str) -> int:
         visible, whole = self.S * (self.S + 1) // 2, self.S**2
@@ -300,8 +301,8 @@ class CrossEntropy(Companion):
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"labels": random.labels(len(next(iter(leaves.values()))), self.vocabulary)}
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (F.cross_entropy(leaves[0], others["labels"]),)
+    def formula(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
 
     def lacks(self, implementation: str, phase: str) -> str | None:
         return "computes its gradient in the forward" if (implementation, phase) == ("liger", "bwd") else None
@@ -335,8 +336,8 @@ class LinearCrossEntropy(Companion):
     def width(self) -> int:
         return self.vocabulary
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (F.cross_entropy(F.linear(*leaves), others["labels"]),)
+    def formula(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight), labels)
 
 
 @dataclass(frozen=True)
@@ -356,8 +357,8 @@ class FusedDense(Companion):
         "flashtile": call("flashtile.fused_dense"), "quack": call("quack.linear.linear_func", tuned=False),
     }  # fmt: skip
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (F.linear(*leaves),)
+    def formula(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -393,28 +394,22 @@ class FusedMLP(Companion):
     def width(self) -> int:
         return self.first
 
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        x, weight1, weight2, *biases = leaves
-        bias1, bias2 = biases or (None, None)
-        values = F.linear(x, weight1, bias1)
+    def formula(self, x: Tensor, weight1: Tensor, weight2: Tensor, bias1: Any = None, bias2: Any = None) -> Tensor:
+        activate, values = _ACTIVATIONS[self.activation], F.linear(x, weight1, bias1)
         if not self.gated:
-            return (F.linear(_ACTIVATIONS[self.activation](values), weight2, bias2),)
+            return F.linear(activate(values), weight2, bias2)
         values, gates = values.chunk(2, dim=-1)
-        return (F.linear(values * _ACTIVATIONS[self.activation](gates), weight2, bias2),)
+        return F.linear(values * activate(gates), weight2, bias2)
 
     def calls(self) -> dict[str, Build]:
-        found: dict[str, Build] = {"flashtile": self._ours}
+        options: dict[str, Any] = {"bias1": None, "bias2": None, "activation": self.activation, "gated": self.gated}
+        found = {"flashtile": call("flashtile.fused_mlp", names=[*self.leaves][1:], **options)}
         if self.gated and self.activation == "silu":
             found |= {"liger": _liger_swiglu, "quack": _quack_swiglu}
         elif self.activation == "gelu_tanh":
-            names = ("", "", "", "bias1", "bias2")
+            names = ("bias1", "bias2")
             found["quack"] = call("quack.mlp.mlp_func", "gelu_tanh_approx", names=names, tuned=False)
         return found
-
-    def _ours(self, others: dict[str, Tensor], **options: Any) -> Way:
-        options |= {"activation": self.activation, "gated": self.gated}
-        mlp: Callable[..., Any] = flashtile.fused_mlp
-        return Way(lambda x, first, second, bias1=None, bias2=None: mlp(x, first, bias1, second, bias2, **options))
 
 
 def _liger_swiglu(others: dict[str, Tensor]) -> Way:

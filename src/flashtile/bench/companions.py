@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,37 +18,26 @@ import torch
 from torch import Tensor
 
 from flashtile.bench import base
-from flashtile.bench.base import AnyCase, Bound, Implementation, Inputs, Verdict, Way, judge
+from flashtile.bench.base import AnyCase, Bound, Implementation, Inputs, Verdict, Way, as_list, judge
 
 #: Makes a way from `Inputs.others`; ours takes a backend too.
 Build = Callable[..., Way]
 
 
-def call(
-    path: str, *arguments: Any, read: Sequence[str] = (), seed: str = "", names: Sequence[str] = (), **options: Any
-) -> Build:
-    """A package's function, imported when it is needed, of the leaves, the others that it reads, and arguments.
-
-    Args:
-        path: where the function is.
-        arguments: behind the tensors.
-        read: names of others.
-        seed: the argument that takes the seed of dropout, None without.
-        names: the argument that takes each leaf; "" where its place tells.
-        options: arguments by name.
-    """
+def call(path: str, *arguments: Any, read: Sequence[str] = (), names: Sequence[str] = (), **options: Any) -> Build:
+    """The function at a path, imported when it is needed: of the leaves, the others that it reads, and arguments.
+    `names`: of the last leaves, which are passed by name."""
 
     def build(others: dict[str, Tensor], **more: Any) -> Way:
         module, _, name = path.rpartition(".")
         function, tensors = getattr(importlib.import_module(module), name), [others[each] for each in read]
-        fixed = {**options, **more, **({seed: others.get("seed")} if seed else {})}
 
-        def by_name(*leaves: Tensor) -> Any:
-            pairs = [*zip([*names, *[""] * len(leaves)], leaves)]
-            placed = (leaf for key, leaf in pairs if not key)
-            return function(*placed, *tensors, *arguments, **fixed, **{key: leaf for key, leaf in pairs if key})
+        def called(*leaves: Tensor) -> Any:
+            count = len(leaves) - len(names)
+            named = {**options, **more, **dict(zip(names, leaves[count:]))}
+            return function(*leaves[:count], *tensors, *arguments, **named)
 
-        return Way(by_name if names else lambda *leaves: function(*leaves, *tensors, *arguments, **fixed))
+        return Way(called)
 
     return build
 
@@ -74,34 +62,25 @@ class Random:
 
 
 @dataclass(frozen=True)
-class Companion(AnyCase, ABC):
-    """One call of a companion operation. Field names are the keys of `case` in a record.
-
-    Shapes are names of fields, such as "rows columns".
-
-    Attributes of the class:
-        phases: what is measured.
-        label: the sizes in the name; None for all of them.
-        leaves: shapes of what takes a gradient.
-        outputs: shapes of what the formula returns; "" is a mean over all rows.
-        tables: shapes of what each phase reads beside them, for `bytes`.
-        saved: names of the leaves and outputs that a backward reads.
-        rowwise: names of leaves, others and outputs that have a row (first dimension) for each row of the problem. The
-            other leaves belong to all rows.
-        products: rows, columns and features of the products of matrices in a forward.
-        packages: how "flashtile", and the packages that have the operation, are called, where no size matters.
-    """
+class Companion(AnyCase):
+    """One call of a companion operation. Shapes are names of fields, such as "rows columns"."""
 
     dtype: str
 
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
+    #: The sizes in the name; None for all of them.
     label: ClassVar[str | None] = None
+    #: Shapes of what takes a gradient, and of what the formula returns; "" is a mean over all rows.
     leaves: ClassVar[Mapping[str, str]]
     outputs: ClassVar[Mapping[str, str]]
-    tables: ClassVar[Mapping[str, str]] = {}
+    #: Shapes of what each phase reads beside them, and names of the leaves and outputs that a backward reads.
+    tables: ClassVar[tuple[str, ...]] = ()
     saved: ClassVar[tuple[str, ...]] = ()
+    #: Leaves, others and outputs with a row (first dimension) for each row of the problem; other leaves belong to all.
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "out"))
+    #: Rows, columns and features of the products of matrices in a forward.
     products: ClassVar[tuple[str, ...]] = ()
+    #: How "flashtile", and the packages that have the operation, are called, where no size matters.
     packages: ClassVar[Mapping[str, Build]] = {}
 
     @property
@@ -125,13 +104,11 @@ class Companion(AnyCase, ABC):
 
     def make_inputs(self, random: Random) -> Inputs:
         """Random tensors. Weights of layers are so small that a product keeps the variance."""
-        leaves = {
-            name: random.normal(
-                *(shape := self.shape(sizes)),
-                scale=shape[-1] ** -0.5 if name.startswith("weight") and len(shape) > 1 else 1.0,
-            )
-            for name, sizes in self.leaves.items()
-        }
+        leaves = {}
+        for name, sizes in self.leaves.items():
+            shape = self.shape(sizes)
+            of_layer = name.startswith("weight") and len(shape) > 1
+            leaves[name] = random.normal(*shape, scale=shape[-1] ** -0.5 if of_layer else 1.0)
         upstream = [
             random.normal(*self.shape(sizes)) if sizes else torch.ones((), dtype=random.dtype, device=random.device)
             for sizes in self.outputs.values()
@@ -142,9 +119,9 @@ class Companion(AnyCase, ABC):
         """The tensors that take no gradient."""
         return {}
 
-    @abstractmethod
-    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs in plain PyTorch, in the dtype of the leaves, for any number of rows."""
+    def formula(self, *leaves: Any, **others: Any) -> Any:
+        """The output, or outputs, in plain PyTorch, in the dtype of the leaves, for any number of rows."""
+        raise NotImplementedError
 
     def calls(self) -> dict[str, Build]:
         """How "flashtile", and the packages that have the operation, are called."""
@@ -160,7 +137,7 @@ class Companion(AnyCase, ABC):
 
     def eager(self, others: dict[str, Tensor]) -> Way:
         """The formula as PyTorch runs it."""
-        return Way(lambda *leaves: self.formula(leaves, others))
+        return Way(lambda *leaves: self.formula(*leaves, **others))
 
     def lacks(self, implementation: str, phase: str) -> str | None:
         """Why an implementation that has the operation cannot run one of its phases, or None."""
@@ -180,11 +157,9 @@ class Companion(AnyCase, ABC):
     def bytes(self, phase: str) -> int:
         """A forward reads leaves and tables and writes outputs; a backward reads what is saved, tables and the
         gradients of outputs, and writes those of leaves; both read and write each of the forward and its gradient."""
-        forward = [*self.leaves.values(), *self.outputs.values(), *self.tables.values()]
-        if phase == "bwd":
-            named = {**self.leaves, **self.outputs}
-            forward += [named[name] for name in self.saved]
-        elements = sum(math.prod(self.shape(sizes)) for sizes in forward if sizes)
+        named = {**self.leaves, **self.outputs}
+        shapes = [*named.values(), *self.tables, *(named[name] for name in self.saved if phase == "bwd")]
+        elements = sum(math.prod(self.shape(sizes)) for sizes in shapes if sizes)
         return (2 if phase == "fwd+bwd" else 1) * elements * self.torch_dtype.itemsize
 
     def flops(self, phase: str) -> float | None:
@@ -266,7 +241,7 @@ def evaluate(
         share = min(step, rows - start) / rows  # of these rows in means over all
         leaves = {name: pick(name, leaf).clone().requires_grad_() for name, leaf in inputs.leaves.items()}
         picked = {name: pick(name, tensor) for name, tensor in others.items()}
-        outputs = dict(zip(case.outputs, case.formula(list(leaves.values()), picked), strict=True))
+        outputs = dict(zip(case.outputs, as_list(case.formula(*leaves.values(), **picked)), strict=True))
         shares = {name: 1.0 if name in case.rowwise else share for name in outputs}
         found = {name: out.detach() * shares[name] for name, out in outputs.items()}
         if inputs.upstream:
