@@ -63,11 +63,10 @@ class ParallelCase(AnyCase):
         """The same over so many tokens at most."""
         return replace(self, S=min(self.S, tokens))
 
-    def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """q, k, v and dout of the whole sequence, the same on every rank."""
-        generator = torch.Generator(device).manual_seed(seed)
-
-        options: dict[str, Any] = {"generator": generator, "device": device, "dtype": self.torch_dtype}
+        options: dict[str, Any] = {"device": device, "dtype": self.torch_dtype}
+        options["generator"] = torch.Generator(device).manual_seed(0)
         heads = (self.H, self.Hkv, self.Hkv, self.H)
         return tuple(torch.randn(self.B, self.S, count, self.D, **options) for count in heads)
 
@@ -87,9 +86,8 @@ Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
 
 
 class Share(NamedTuple):
-    """The tensors and the function of an implementation on one rank. `leaves`: q, k and v of this rank, which want
-    gradients, in flashtile's layout. `dout`: of this rank. `forward`: computes the output of the leaves. `layout`: how
-    the sequence is cut."""
+    """What an implementation has on one rank: `leaves` (q, k, v), the function of them, `dout`, and how the sequence is
+    cut."""
 
     leaves: tuple[Tensor, ...]
     dout: Tensor
@@ -199,12 +197,10 @@ def bench_distributed(
     require_writable(output)
     if device == "cpu":
         print(f"no GPU is here: one case of {cases[0].S} tokens tries the code, and its speeds say nothing of GPUs")
-    end = time.time() + limit
     with tempfile.TemporaryDirectory() as folder:
-        setting = _Setting(
-            names, device, f"{folder}/store", output, command_line(), seconds=seconds, end=end, profiled=profile
-        )
-        mp.spawn(_run, (cases, setting), nprocs=count)
+        end, store = time.time() + limit, f"{folder}/store"
+        run = _Run(cases, names, store, output, command_line(), seconds=seconds, end=end, profiled=profile)
+        mp.spawn(run, nprocs=count)
 
 
 def _chosen(cases: Sequence[ParallelCase], lengths: Sequence[int], mask: str) -> list[ParallelCase]:
@@ -222,12 +218,17 @@ _PROFILED_CALLS, _PROFILED_MS = 8, 200.0
 _LONG, _COMPILED = 0.5, 2**15
 
 
-class _Setting(NamedTuple):
-    """The same on all ranks. `store`: a file by which they meet. `seconds`: for the samples of a phase. `end`: the time
-    from which on nothing new is started."""
+#: `ms` of each phase of an implementation, and what else is known of it.
+Found = dict[str, dict[str, Any]]
 
+
+@dataclass
+class _Run:
+    """The run, called with its rank in a process for each GPU; all ranks come to the same decisions. `store`: a file by
+    which they meet. `seconds`: for the samples of a phase. `end`: the time from which on nothing new is started."""
+
+    cases: Sequence[ParallelCase]
     names: Sequence[str]
-    device: str
     store: str
     output: Path
     command: str
@@ -235,58 +236,46 @@ class _Setting(NamedTuple):
     end: float
     profiled: bool
 
+    def __call__(self, rank: int) -> None:
+        """Rank 0 writes the record after each case."""
+        gpus, on_gpu = self.cases[0].gpus, torch.cuda.is_available()
+        self._where = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{self.store}", rank=rank, world_size=gpus,
+            timeout=timedelta(minutes=5),
+        )  # fmt: skip
+        try:
+            recorder = Recorder(self._where, self.command, None if rank else self.output)
+            self._mesh = init_device_mesh(self._where.type, (gpus,))
+            #: By implementation and mask, the largest error, and what is wrong.
+            self._checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
+            self._compile_a_share()
+            for case in self.cases:
+                for row in self._rows(case):
+                    recorder.add([row])
+                    if not rank:
+                        print(_line(row), flush=True)
+            dist.barrier()  # nobody leaves while another one still waits for its messages
+        finally:
+            dist.destroy_process_group()
 
-def _run(rank: int, cases: Sequence[ParallelCase], setting: _Setting) -> None:
-    """One of as many processes as the cases have GPUs; rank 0 writes the record after each case."""
-    gpus, device = cases[0].gpus, setting.device
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", init_method=f"file://{setting.store}",
-        rank=rank, world_size=gpus, timeout=timedelta(minutes=5),
-    )  # fmt: skip
-    try:
-        where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-        recorder = Recorder(where, setting.command, None if rank else setting.output)
-        this = _Rank(init_device_mesh(device, (gpus,)), where, setting)
-        this.compile_a_share(cases)
-        for case in cases:
-            for row in this.rows(case):
-                recorder.add([row])
-                if not rank:
-                    print(_line(row), flush=True)
-        dist.barrier()  # nobody leaves while another one still waits for its messages
-    finally:
-        dist.destroy_process_group()
-
-
-#: `ms` of each phase of an implementation, and what else is known of it.
-Found = dict[str, dict[str, Any]]
-
-
-class _Rank:
-    """A process of the run. All ranks come to the same decisions."""
-
-    def __init__(self, mesh: DeviceMesh, where: torch.device, setting: _Setting) -> None:
-        self._mesh, self._where, self._setting = mesh, where, setting
-        #: By implementation and mask, the largest error, and what is wrong.
-        self._checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
-
-    def compile_a_share(self, cases: Sequence[ParallelCase]) -> None:
+    def _compile_a_share(self) -> None:
         """Each rank compiles kernels that others do not, and all find them in Triton's cache on disk."""
-        kinds = sorted({case.causal for case in cases})
+        kinds = [*{case.causal: case for case in self.cases}.values()]
         if dist.get_rank() < len(kinds):
-            case = next(case for case in cases if case.causal is kinds[dist.get_rank()])
+            case = kinds[dist.get_rank()]
             q, k, v, dout = case.cut(_COMPILED).tensors(self._where)
             leaves = [t.requires_grad_() for t in (q, k, v)]
             torch.autograd.grad(flashtile.attention(q, k, v, causal=case.causal), leaves, dout)
         dist.barrier()
 
-    def rows(self, case: ParallelCase) -> list[Row]:
+    def _rows(self, case: ParallelCase) -> list[Row]:
         rows: list[Row] = []
         alone: Found = {}
         timer = "cuda-events" if self._where.type == "cuda" else "perf-counter"
-        for name in self._setting.names:
+        for name in self.names:
             error, why, found = self._judged(name, case)
             if name == BASELINE:
                 alone = found = _mean_time(found) if found else {}
@@ -307,7 +296,7 @@ class _Rank:
         if key not in self._checked:
             self._checked[key] = _agreed(partial(self._check, name, case))
         error, why = self._checked[key]
-        if why is None and not _agree(time.time() < self._setting.end):
+        if why is None and not _agree(time.time() < self.end):
             why = "no time was left"
         if why is not None:
             return error, why, None
@@ -356,7 +345,7 @@ class _Rank:
                 if on_gpu:
                     found[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
                     calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(found[phase]["ms"], 1e-3)))
-                    if self._setting.profiled and calls and not alone:
+                    if self.profiled and calls and not alone:
                         found[phase]["profile"] = profile_calls(function, calls)
         return found
 
@@ -368,7 +357,7 @@ class _Rank:
         if not (short if alone else _agree(short)):
             return first
         (first,) = time_calls(function, 1, self._where)
-        calls = max(1, min(20, int(self._setting.seconds * 1e3 / first)))
+        calls = max(1, min(20, int(self.seconds * 1e3 / first)))
         if not alone:
             calls = int(_agree(calls))
             dist.barrier()
