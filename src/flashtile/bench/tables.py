@@ -1,12 +1,4 @@
-"""The tables of cases that are measured, by name, and choosing from them.
-
-Every device has the tables "default", "grouped" (heads), "features" (dropout, biases, masks and windows in the shapes
-of models) and "card" (a few calls of every kind, for records of GPUs of any size). On a GPU there are also "values"
-(other numbers than normal ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192
-and 128), "window", "varlen" (packed batches), "masks" (block masks and all else that changes scores), "shapes" (head
-sizes, lengths and windows that no other table has), "float32", "functions" (scores and masks as Python functions), and
-two tables of shapes drawn at random, "random" and "random-odd", or "random:17" from another seed.
-"""
+"""The tables of cases that are measured, by name, and choosing from them."""
 
 from __future__ import annotations
 
@@ -15,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, islice, product
 from typing import Any
 
 import torch
@@ -49,16 +42,14 @@ def _kinds(*dtypes: str) -> list[dict[str, Any]]:
 
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
-    heads = {64: 16, 128: 16, 256: 8}
-    sizes = [(dtype, heads[dim], dim, causal) for dtype in _HALF for dim in heads for causal in _BOTH]
-    made = [
-        _case(2, 8192, *size, causal=causal, dtype=dtype, values=values)
-        for dtype, *size, causal in sizes
-        for values in MADE
-    ]
     layer = _case(BATCH, MODEL.context, MODEL.heads, MODEL.head_dim, causal=True)
-    names = (NORMAL, *map(trained, range(MODEL.layers)))
-    return [*made, *(replace(layer, dtype=dtype, values=name) for dtype in _HALF for name in names)]
+    heads = {64: 16, 128: 16, 256: 8}
+    made = [
+        _case(2, 8192, heads[dim], dim, causal=causal, dtype=dtype, values=values)
+        for dtype, dim, causal, values in product(_HALF, heads, _BOTH, MADE)
+    ]
+    taken = product(_HALF, (NORMAL, *map(trained, range(MODEL.layers))))
+    return [*made, *(replace(layer, dtype=dtype, values=values) for dtype, values in taken)]
 
 
 def _cpu_tables() -> dict[str, list[Case]]:
@@ -237,97 +228,91 @@ _HEADS, _COMMON_HEADS = (4, 6, 8, 12, 16, 20, 24, 32, 40), (8, 12, 16, 32, 32)
 #: Kinds of calls, by what they have beside q, k and v. More than half have nothing.
 _KINDS = (*("plain",) * 6, "window", "cross", "packed", "dropout")
 
-
 #: Of small calls: FLOPs of a forward and tokens of a batch at most, sizes of heads and their numbers, and kinds.
 _SMALL_FLOPS, _SMALL_TOKENS = 2e10, 2**14
 _SMALL_HEAD_DIMS, _SMALL_HEADS = (32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256), (2, 4, 8, 12, 16, 32)
 _SMALL_KINDS = (*("plain",) * 6, "window", "softcap", "packed", "dropout", "padding", "mask", "bias")
 
 
-def common_cases(count: int = 40, seed: int = 5) -> list[Case]:
+def _drawn(candidate: Callable[[random.Random], Case | None], number: int, seed: int) -> list[Case]:
+    """So many cases of those that a function draws; None is a shape that is not measured."""
+    draw = random.Random(seed)
+    return list(islice(filter(None, (candidate(draw) for _ in count())), number))
+
+
+def _common_case(draw: random.Random) -> Case | None:
     """Heads of 64 and 128 in bfloat16, with and without a causal mask, grouped and not, of 128 to 32,768 tokens."""
-    draw = random.Random(seed)
-    cases: list[Case] = []
-    while len(cases) < count:
-        head_dim = draw.choice((64, 128))
-        seq = _logarithmic(draw, 7, 15)
-        if draw.random() < 0.4:
-            seq = seq // 128 * 128
-        batch = max(1, round(2 ** draw.uniform(11, 15) / seq))
-        heads, group = draw.choice(_COMMON_HEADS), draw.choice((1, 1, 4, 8))
-        if heads % group:
-            continue
-        causal = draw.random() < 0.6
-        if _flops(batch, seq, seq, heads, head_dim) <= _MOST_FLOPS:
-            cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, causal=causal))
-    return cases
+    head_dim = draw.choice((64, 128))
+    seq = _logarithmic(draw, 7, 15)
+    if draw.random() < 0.4:
+        seq = seq // 128 * 128
+    batch = max(1, round(2 ** draw.uniform(11, 15) / seq))
+    heads, group = draw.choice(_COMMON_HEADS), draw.choice((1, 1, 4, 8))
+    if heads % group:
+        return None
+    causal = draw.random() < 0.6
+    if _flops(batch, seq, seq, heads, head_dim) > _MOST_FLOPS:
+        return None
+    return Case(batch, seq, heads, heads // group, head_dim, head_dim, causal=causal)
 
 
-def odd_cases(count: int = 60, seed: int = 1) -> list[Case]:
+def _odd_case(draw: random.Random) -> Case | None:
     """Heads of 32 to 256 in both 16-bit dtypes, 64 to 23,000 tokens; some windows, other keys, packed, dropout."""
-    draw = random.Random(seed)
-    cases: list[Case] = []
-    while len(cases) < count:
-        head_dim, seq = draw.choice(_HEAD_DIMS), _odd_length(draw)
-        batch = max(1, round(2 ** draw.uniform(11, 15.5) / seq))
-        if batch > _MOST_SEQUENCES:
-            continue
-        heads = draw.choice(_HEADS)
-        if 2 * seq * batch * heads * head_dim > _MOST_BYTES:
-            continue
-        group = draw.choice((1, 1, 1, 2, 4, 8))
-        if heads % group:
-            continue
-        causal, kind = draw.random() < 0.55, draw.choice(_KINDS)
-        more: dict[str, Any] = {"dtype": "bf16" if draw.random() < 0.75 else "fp16"}
-        keys = seq
-        if kind == "window":
-            more["window"] = (_logarithmic(draw, 5, 11), 0)
-        elif kind == "cross":
-            more["Sk"] = keys = _logarithmic(draw, 4, 12)
-        elif kind == "dropout":
-            more["dropout_p"] = 0.1
-        if kind == "packed":
-            sequences = range(min(batch, _MOST_PACKED))
-            more["lengths"] = tuple(max(8, int(seq * draw.uniform(0.2, 1))) for _ in sequences)
-            batch, seq = len(sequences), max(more["lengths"])
-        elif _flops(batch, seq, keys, heads, head_dim) > _MOST_FLOPS:
-            continue
-        more["causal"] = causal and kind not in ("window", "cross")
-        cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, **more))
-    return cases
+    head_dim, seq = draw.choice(_HEAD_DIMS), _odd_length(draw)
+    batch = max(1, round(2 ** draw.uniform(11, 15.5) / seq))
+    if batch > _MOST_SEQUENCES:
+        return None
+    heads = draw.choice(_HEADS)
+    if 2 * seq * batch * heads * head_dim > _MOST_BYTES:
+        return None
+    group = draw.choice((1, 1, 1, 2, 4, 8))
+    if heads % group:
+        return None
+    causal, kind = draw.random() < 0.55, draw.choice(_KINDS)
+    more: dict[str, Any] = {"dtype": "bf16" if draw.random() < 0.75 else "fp16"}
+    if kind == "window":
+        more["window"] = (_logarithmic(draw, 5, 11), 0)
+    elif kind == "cross":
+        more["Sk"] = _logarithmic(draw, 4, 12)
+    elif kind == "dropout":
+        more["dropout_p"] = 0.1
+    if kind == "packed":
+        batch, seq, more["lengths"] = _packed(draw, min(batch, _MOST_PACKED), seq)
+    elif _flops(batch, seq, more.get("Sk", seq), heads, head_dim) > _MOST_FLOPS:
+        return None
+    more["causal"] = causal and kind not in ("window", "cross")
+    return Case(batch, seq, heads, heads // group, head_dim, head_dim, **more)
 
 
-def small_cases(count: int, seed: int) -> list[Case]:
+def _small_case(draw: random.Random) -> Case | None:
     """Calls below 0.1 ms of a GPU, with heads of 32 to 256; windows, packed batches, dropout, masks, biases."""
-    draw = random.Random(seed)
-    cases: list[Case] = []
-    while len(cases) < count:
-        seq = _logarithmic(draw, 4, 12)
-        if draw.random() < 0.5:
-            seq = max(16, seq // 64 * 64)
-        batch = max(1, round(2 ** draw.uniform(4, 14) / seq))
-        head_dim, heads, group = draw.choice(_SMALL_HEAD_DIMS), draw.choice(_SMALL_HEADS), draw.choice((1, 1, 4))
-        kind, causal = draw.choice(_SMALL_KINDS), draw.random() < 0.5
-        flops = _flops(batch, seq, seq, heads, head_dim)
-        if heads % group or flops > _SMALL_FLOPS or batch * seq > _SMALL_TOKENS:
-            continue
-        kinds: dict[str, dict[str, Any]] = {
-            "plain": {"causal": causal},
-            "window": {"causal": True, "window": (draw.randrange(8, 512), 0)},
-            "softcap": {"causal": causal, "softcap": 30.0},
-            "packed": {"causal": causal},
-            "dropout": {"causal": causal, "dropout_p": 0.1},
-            "padding": {"mask": PADDING},
-            "mask": {"mask": "random0.5"},
-            "bias": {"bias": "1HSS"},
-        }
-        more = kinds[kind]
-        if kind == "packed":
-            more["lengths"] = tuple(max(8, int(seq * draw.uniform(0.2, 1))) for _ in range(batch))
-            seq = max(more["lengths"])
-        cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, **more))
-    return cases
+    seq = _logarithmic(draw, 4, 12)
+    if draw.random() < 0.5:
+        seq = max(16, seq // 64 * 64)
+    batch = max(1, round(2 ** draw.uniform(4, 14) / seq))
+    head_dim, heads, group = draw.choice(_SMALL_HEAD_DIMS), draw.choice(_SMALL_HEADS), draw.choice((1, 1, 4))
+    kind, causal = draw.choice(_SMALL_KINDS), draw.random() < 0.5
+    flops = _flops(batch, seq, seq, heads, head_dim)
+    if heads % group or flops > _SMALL_FLOPS or batch * seq > _SMALL_TOKENS:
+        return None
+    kinds: dict[str, dict[str, Any]] = {
+        "window": {"causal": True, "window": (draw.randrange(8, 512), 0)},
+        "softcap": {"causal": causal, "softcap": 30.0},
+        "dropout": {"causal": causal, "dropout_p": 0.1},
+        "padding": {"mask": PADDING},
+        "mask": {"mask": "random0.5"},
+        "bias": {"bias": "1HSS"},
+    }
+    more = kinds.get(kind, {"causal": causal})
+    if kind == "packed":
+        batch, seq, more["lengths"] = _packed(draw, batch, seq)
+    return Case(batch, seq, heads, heads // group, head_dim, head_dim, **more)
+
+
+def _packed(draw: random.Random, batch: int, longest: int) -> tuple[int, int, tuple[int, ...]]:
+    """The sequences of a packed batch: how many, the longest, and all lengths."""
+    lengths = tuple(max(8, int(longest * draw.uniform(0.2, 1))) for _ in range(batch))
+    return batch, max(lengths), lengths
 
 
 def _odd_length(draw: random.Random) -> int:
@@ -348,7 +333,13 @@ def _flops(batch: int, queries: int, keys: int, heads: int, head_dim: int) -> in
     return 4 * batch * heads * queries * keys * head_dim
 
 
-_DRAWN: dict[str, Callable[..., list[Case]]] = {"random": common_cases, "random-odd": odd_cases}
+def small_cases(number: int, seed: int) -> list[Case]:
+    """So many small calls."""
+    return _drawn(_small_case, number, seed)
+
+
+#: Name of a table -> what draws its cases, their number, and the seed.
+_DRAWN = {"random": (_common_case, 40, 5), "random-odd": (_odd_case, 60, 1)}
 
 
 def tables(device: torch.device) -> dict[str, list[Case]]:
@@ -365,7 +356,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "varlen": varlen_cases({64: 32, 128: 16}, _BOTH), "masks": mask_cases(), "features": feature_cases(),
         "shapes": shape_cases(), "float32": float32_cases(), "functions": function_cases(),
         "card": card_cases(half_dtype(device)),
-        **{name: draw() for name, draw in _DRAWN.items()},
+        **{name: _drawn(*how) for name, how in _DRAWN.items()},
     }  # fmt: skip
 
 
@@ -388,7 +379,7 @@ def cases_named(device: torch.device, names: Sequence[str] = (), quick: bool = F
     for name in names:
         drawn, _, seed = name.partition(":")
         if drawn in _DRAWN and drawn in known and seed.isdecimal():
-            known[name] = _DRAWN[drawn](seed=int(seed))
+            known[name] = _drawn(*_DRAWN[drawn][:2], int(seed))
     chosen = select_named("--table", names or [DEFAULT], {**known, ALL: []}, device.type)
     if ALL in names:
         chosen = list(known.values())
