@@ -25,15 +25,10 @@ _Case = TypeVar("_Case", bound="AnyCase")
 
 
 class AnyCase:
-    """One call. Cases are frozen dataclasses, whose fields are the keys of `case` in a record.
+    """One call. Cases are frozen dataclasses, whose fields are the keys of `case` in a record."""
 
-    Attributes of the class:
-        op: name of the operation in records.
-        later: fields that earlier records do not have: where a case has their default, its record has none of them, so
-            that both compare.
-    """
-
-    op: ClassVar[str]
+    op: ClassVar[str]  # in records
+    #: Fields that earlier records do not have; where a case has their default, its record has none of them either.
     later: ClassVar[tuple[str, ...]] = ()
     dtype: str
 
@@ -79,33 +74,21 @@ class AnyCase:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute the cases of a benchmark.
-
-    Attributes:
-        name: as it stands in records.
-        devices: device types it is measured on.
-        build: from a case and its tensors, what computes it.
-        unsupported: why it cannot run a case on a device, or None.
-        package: the module that must be installed, and its name in a registry; None where nothing must be.
-        heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`. Not for packed batches.
-        context: what must be entered around its calls.
-        default: measured when no `--impl` is given.
-        own_dropout: it draws bits of dropout of its own, so no other implementation drops the same weights.
-        compiles: it compiles kernels when it is called first.
-        judged: its results are those of the case; not of a copy, or of a step of a case.
-    """
+    """One way to compute the cases of a benchmark."""
 
     name: str
     devices: tuple[str, ...] = ("cuda", "cpu")
+    #: From a case and its tensors, what computes it.
     build: Callable[..., Any] = lambda *given: None
+    #: Why it cannot run a case on a device, or None.
     unsupported: Callable[[Any, torch.device], str | None] = lambda case, device: None
-    package: tuple[str, str] | None = None
-    heads_first: bool = False
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    default: bool = True
-    own_dropout: bool = False
-    compiles: bool = True
-    judged: bool = True
+    package: tuple[str, str] | None = None  # a module that must be installed, and its name in a registry
+    heads_first: bool = False  # its layout is `[B, H, S, D]` instead of `[B, S, H, D]`; not of packed batches
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # around its calls
+    default: bool = True  # measured when no `--impl` is given
+    own_dropout: bool = False  # it draws bits of its own, so no other implementation drops the same weights
+    compiles: bool = True  # at its first call
+    judged: bool = True  # its results are those of the case; not of a copy, or of a step of a case
 
     @property
     def ours(self) -> bool:
@@ -149,12 +132,11 @@ Tensors = list[Tensor]
 
 @dataclass
 class Inputs:
-    """Tensors of a case: `leaves` take a gradient, `others` (labels, masks, tables) take none. `upstream`: the
-    gradients of the outputs, in their order."""
+    """Tensors of a case."""
 
-    leaves: dict[str, Tensor]
-    others: dict[str, Tensor]
-    upstream: Tensors
+    leaves: dict[str, Tensor]  # take a gradient
+    others: dict[str, Tensor]  # labels, masks, tables
+    upstream: Tensors  # the gradients of the outputs, in their order
 
 
 def _same(tensors: Tensors) -> Tensors:
@@ -163,36 +145,20 @@ def _same(tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Way:
-    """How an implementation computes a case, in the layout it calls its own.
+    """How an implementation computes a case, in the layout it calls its own."""
 
-    Attributes:
-        function: own leaves -> its output, or outputs.
-        own_leaves: from the case's leaves.
-        own_upstream: from the gradients of the case's outputs.
-        outputs: from its outputs to the case's.
-        gradients: from the gradients of its leaves to those of the case's.
-        own_bits: drops elements by random bits of its own, which must be read off its results.
-    """
-
-    function: Callable[..., Any]
-    own_leaves: Callable[[Tensors], Tensors] = _same
-    own_upstream: Callable[[Tensors], Tensors] = _same
-    outputs: Callable[[Tensors], Tensors] = _same
-    gradients: Callable[[Tensors], Tensors] = _same
-    own_bits: bool = False
+    function: Callable[..., Any]  # own leaves -> its output, or outputs
+    own_leaves: Callable[[Tensors], Tensors] = _same  # from the case's leaves
+    own_upstream: Callable[[Tensors], Tensors] = _same  # from the gradients of the case's outputs
+    outputs: Callable[[Tensors], Tensors] = _same  # from its outputs to the case's
+    gradients: Callable[[Tensors], Tensors] = _same  # from the gradients of its leaves to those of the case's
+    own_bits: bool = False  # drops elements by random bits of its own, which must be read off its results
 
 
 class Bound:
-    """Calls of one implementation with its own copies of the leaves, without arguments.
-
-    Args:
-        way: how it computes the case.
-        inputs: of the case.
-        outputs: names of its outputs.
-        peak: the phase that is told the memory of forward and backward, beside inputs and gradients, on a GPU.
-        records: the forward is one as in training, which keeps what a backward needs.
-        captured: a CUDA graph may hold the backward.
-    """
+    """Calls of one implementation with its own copies of the leaves, without arguments. `outputs`: their names. `peak`:
+    the phase that is told the memory of forward and backward. `records`: the forward keeps what a backward needs.
+    `captured`: a CUDA graph may hold the backward."""
 
     def __init__(
         self, way: Way, inputs: Inputs, outputs: Sequence[str], peak: str, records: bool = False, captured: bool = True
@@ -212,8 +178,8 @@ class Bound:
         """For each phase what is timed."""
         backward = self.backward if self._captured else Uncaptured(self.backward)
         forward = self.forward if self._records else self.forward_without_grad
-        calls = {"fwd": forward, "bwd": backward, "fwd+bwd": self.forward_backward}
-        return {**calls, "fwd-nograd": self.forward_without_grad}
+        others = {"fwd+bwd": self.forward_backward, "fwd-nograd": self.forward_without_grad}
+        return {"fwd": forward, "bwd": backward, **others}
 
     def forward(self) -> Tensors:
         """A forward as in training: what the backward needs is kept."""

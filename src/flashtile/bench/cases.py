@@ -26,7 +26,7 @@ _BACKWARD_FLOPS = 2.5
 
 @dataclass(frozen=True)
 class Case(AnyCase):
-    """One attention call. Field names are the keys of `case` in a record.
+    """One attention call.
 
     With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
     `masks.py`; that of documents is causal where the case is. `bias` is the shape of one that wants its gradient,
@@ -182,28 +182,18 @@ def packed_case(lengths: Sequence[int], heads: int, head_dim: int, causal: bool,
 
 @dataclass
 class Inputs:
-    """Tensors of a case in flashtile's layout.
+    """Tensors of a case in flashtile's layout."""
 
-    Attributes:
-        q: `[B, S, H, D]`, or `[tokens, H, D]` of a packed batch, and k, v and dout accordingly.
-        dropout_seed: `[2]` int64; None without dropout.
-        cu_seqlens: `[B + 1]` int32, where each sequence of a packed batch starts; None unless packed.
-        bias: `[1 or B, H, S, S]`; None without.
-        block_mask: the case's mask, causal where the case is; None without, or where it is a tensor.
-        mask: `[1 or B, 1, 1 or S, keys]` of booleans; None without.
-        tables: the tensors that the case's function of scores reads.
-    """
-
-    q: Tensor
+    q: Tensor  # `[B, S, H, D]`, or `[tokens, H, D]` of a packed batch, and k, v and dout accordingly
     k: Tensor
     v: Tensor
     dout: Tensor
-    dropout_seed: Tensor | None
-    cu_seqlens: Tensor | None
-    bias: Tensor | None
-    block_mask: BlockMask | None
-    mask: Tensor | None = None
-    tables: tuple[Tensor, ...] = ()
+    dropout_seed: Tensor | None  # `[2]` int64
+    cu_seqlens: Tensor | None  # `[B + 1]` int32, where each sequence of a packed batch starts
+    bias: Tensor | None  # `[1 or B, H, S, S]`
+    block_mask: BlockMask | None  # the case's mask, causal where the case is; None where it is a tensor
+    mask: Tensor | None  # `[1 or B, 1, 1 or S, keys]` of booleans
+    tables: tuple[Tensor, ...]  # what the case's function of scores reads
 
     def named(self) -> dict[str, Tensor]:
         """What may have a gradient, by name."""

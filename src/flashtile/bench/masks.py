@@ -48,23 +48,15 @@ def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
 
 
 class Mask(NamedTuple):
-    """The pairs of a query and a key that a case shows.
+    """The pairs of a query and a key that a case shows, by functions of a device: as a pattern and as a function of the
+    indices, or as a tensor of booleans in which every query sees a key."""
 
-    Attributes:
-        pairs: pairs of one head that are visible over the batch, as far as they count as work.
-        visible: from a device, the function of the indices, as a user of FlexAttention writes it; None for a tensor.
-        pattern: from a device, flashtile's mask; None for a tensor.
-        tensor: from a device, the mask as a tensor of booleans in which every query sees a key; None for another.
-        parts: lengths of the parts that do not see each other.
-        full: of each tile of the pattern all pairs are visible, or none.
-    """
-
-    pairs: float
-    visible: Callable[[torch.device], Visible] | None = None
-    pattern: Callable[[torch.device], BlockMask] | None = None
+    pairs: float  # visible pairs of one head over the batch, as far as they count as work
+    visible: Callable[[torch.device], Visible] | None = None  # as a user of FlexAttention writes it
+    pattern: Callable[[torch.device], BlockMask] | None = None  # flashtile's
     tensor: Callable[[torch.device], Tensor] | None = None
-    parts: tuple[int, ...] | None = None
-    full: bool = False
+    parts: tuple[int, ...] | None = None  # lengths of the parts that do not see each other
+    full: bool = False  # of each tile of the pattern all pairs are visible, or none
 
     def block_mask(self, device: torch.device) -> BlockMask | None:
         return None if self.pattern is None else _made(self.pattern, device)

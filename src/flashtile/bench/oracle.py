@@ -140,36 +140,27 @@ def _reference(
 ) -> dict[str, Tensor]:
     """Output and gradients of the eager reference in the tensors' dtype, by blocks of queries. Tensors are
     `[B, S, heads, D]`; sequences and documents stand one after another."""
-    tables, learns = [name for name in tensors if name.startswith("table")], masks.learns(case.function)
-    found = {"out": torch.empty_like(tensors["dout"])}
-    found |= {f"d{name}": torch.zeros_like(tensors[name]) for name in ("q", "bias") if name in tensors}
-    summed = ("k", "v", *(tables if learns else ()))
-    sums = {name: torch.zeros_like(tensors[name], dtype=torch.float64) for name in summed}
+    tables = [name for name in tensors if name.startswith("table")]
+    given = [name for name in tensors if name != "dout"]
+    wanted = [name for name in given if masks.learns(case.function) or name not in tables]
+    out = torch.empty_like(tensors["dout"])
+    sums = {name: torch.zeros_like(tensors[name], dtype=torch.float64) for name in wanted}
     for rows, keys in _blocks(case, tensors["q"]):
-        leaves = {"q": tensors["q"][:, rows], "k": tensors["k"][:, keys], "v": tensors["v"][:, keys]}
-        if "bias" in tensors:
-            leaves["bias"] = tensors["bias"][..., rows, keys]
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
-        read = [tensors[name].clone().requires_grad_(learns) for name in tables]
-        arguments: dict[str, Any] = {
-            **leaves,
-            **case.arguments(),
-            "mask": _shown(case, rows, keys, mask, tensors["q"].device),
-        }
+        of_rows, of_keys = (slice(None), rows), (slice(None), keys)
+        places: dict[str, Any] = {"q": of_rows, "k": of_keys, "v": of_keys, "bias": (..., rows, keys)}
+        leaves = {name: tensors[name][places.get(name, ...)].clone() for name in given}
+        wanted_leaves = [leaves[name].requires_grad_() for name in wanted]
+        arguments: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name in places} | case.arguments()
         if case.function in masks.SCORES:
-            arguments["score_mod"] = _from_row(rows.start, masks.SCORES[case.function].make(read, case.S))
-        out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
-        wanted = [*leaves.values(), *(read if learns else ())]
-        dq, dk, dv, *more = torch.autograd.grad(out, wanted, tensors["dout"][:, rows])
-        found["out"][:, rows] = out.detach()
-        found["dq"][:, rows] = dq
-        sums["k"][:, keys] += dk
-        sums["v"][:, keys] += dv
-        if "bias" in tensors:
-            found["dbias"][..., rows, keys] = more.pop(0)
-        for name, dtable in zip(tables, more):
-            sums[name] += dtable
-    return {**found, **{f"d{name}": total.to(tensors[name].dtype) for name, total in sums.items()}}
+            score_mod = masks.SCORES[case.function].make([leaves[name] for name in tables], case.S)
+            arguments["score_mod"] = _from_row(rows.start, score_mod)
+        arguments |= {"mask": _shown(case, rows, keys, mask, out.device), "dropout_seed": dropout_seed}
+        found = flashtile.attention(**arguments, backend="reference")
+        out[:, rows] = found.detach()
+        gradients = torch.autograd.grad(found, wanted_leaves, tensors["dout"][:, rows])
+        for name, gradient in zip(wanted, gradients, strict=True):
+            sums[name][places.get(name, ...)] += gradient
+    return {"out": out} | {f"d{name}": total.to(tensors[name].dtype) for name, total in sums.items()}
 
 
 def _from_row(first: int, whole: masks.ScoreMod) -> masks.ScoreMod:

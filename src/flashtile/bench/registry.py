@@ -37,31 +37,19 @@ Tables = Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A command of `flashtile bench`.
+    """A command of `flashtile bench`."""
 
-    Attributes:
-        title: of its tables.
-        operations: names in records -> the class of their cases.
-        tables: from a device, its cases by the names of tables.
-        implementations: in which ways.
-        problem: makes the problem of a case.
-        unit: of its speeds; None where it depends on the case (`AnyCase.unit`).
-        option: of the command line, that names tables.
-        choose: the cases that options choose on a device; None where `option` names tables, and all by default.
-        always: what is measured beside the implementations, whichever are named.
-        needs: implementations whose package is missing are refused, always or where they are named.
-    """
-
-    title: str
-    operations: Mapping[str, type[AnyCase]]
-    tables: Tables
+    title: str  # of its tables
+    operations: Mapping[str, type[AnyCase]]  # names in records -> the class of their cases
+    tables: Tables  # from a device, its cases by the names of tables
     implementations: tuple[Implementation, ...]
     problem: ProblemOf
-    unit: str | None = None
-    option: str = "table"
+    unit: str | None = None  # of its speeds; None where it depends on the case
+    option: str = "table"  # of the command line, that names tables; all of them by default
+    #: The cases that options choose on a device, where `option` does not tell.
     choose: Callable[[Options, torch.device], Sequence[AnyCase]] | None = None
-    always: tuple[Implementation, ...] = ()
-    needs: str = ""
+    always: tuple[Implementation, ...] = ()  # measured beside the others, whichever are named
+    needs: str = ""  # "named" or "all": which implementations are refused where their package is missing
 
     def cases(self, given: Options, device: torch.device) -> Sequence[AnyCase]:
         """The cases that options choose. Raises UserError for an unknown name."""

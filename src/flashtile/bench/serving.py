@@ -35,23 +35,15 @@ Step = Callable[[], Tensor]
 
 @dataclass
 class Inputs:
-    """Tensors of a case, which all implementations share: none changes what another reads.
+    """Tensors of a case, which all implementations share: none changes what another reads."""
 
-    Attributes:
-        q: `[B, Sq, H, D]`, or packed `[total_q, H, D]`.
-        k_cache, v_cache: `[B, S, Hkv, D]`, or `[pages, page, Hkv, D]`.
-        k, v: `[B, Sq, Hkv, D]`, what is appended; None where nothing is.
-        lengths: `[B]` int32, rows before anything is appended.
-        options: further arguments of `flashtile.attention_with_kv_cache`.
-    """
-
-    q: Tensor
-    k_cache: Tensor
+    q: Tensor  # `[B, Sq, H, D]`, or packed `[total_q, H, D]`
+    k_cache: Tensor  # `[B, S, Hkv, D]`, or `[pages, page, Hkv, D]`
     v_cache: Tensor
-    k: Tensor | None
+    k: Tensor | None  # `[B, Sq, Hkv, D]`, what is appended
     v: Tensor | None
-    lengths: Tensor
-    options: dict[str, Any]
+    lengths: Tensor  # `[B]` int32, rows before anything is appended
+    options: dict[str, Any]  # further arguments of `flashtile.attention_with_kv_cache`
 
     @property
     def block_table(self) -> Tensor | None:

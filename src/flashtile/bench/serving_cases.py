@@ -18,7 +18,7 @@ _STEP = 16
 
 @dataclass(frozen=True)
 class ServingCase(AnyCase):
-    """One call of `flashtile.attention_with_kv_cache`. Field names are the keys of `case` in a record.
+    """One call of `flashtile.attention_with_kv_cache`.
 
     B sequences of S rows each, of which the last `Sq` belong to the queries; H query heads, Hkv key/value heads, D and
     Dv columns. `page` is the rows of a page, None for a cache in one piece. With `append` the new rows are rotated and

@@ -135,12 +135,13 @@ def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[
 
 def breakdowns(rows: Rows) -> list[DotChart]:
     """The steps of standard attention beside one call, forward and backward."""
-    steps: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    for row in rows:
-        if "step" in row:
-            of_phase = steps.setdefault((case_key(row), row["phase"]), {})
-            of_phase.setdefault(row["step"], {})[row["impl"]] = row["ms"]
-    return [DotChart(f"{_title(None, phase)}, step by step", found, "ms") for (_, phase), found in steps.items()]
+    charts = []
+    steps = grouped((row for row in rows if "step" in row), lambda row: (case_key(row), row["phase"]))
+    for (_, phase), found in steps.items():
+        by_step = grouped(found, lambda row: row["step"])
+        cases = {step: {row["impl"]: row["ms"] for row in of_step} for step, of_step in by_step.items()}
+        charts.append(DotChart(f"{_title(None, phase)}, step by step", cases, "ms"))
+    return charts
 
 
 def invariance(rows: Rows) -> list[DotChart]:
@@ -316,22 +317,23 @@ def rooflines(rows: Rows, machine: str) -> list[LineChart]:
     if device is None:
         return []
     known = [(row, found) for row in rows if is_ours(row["impl"]) and (found := _intensity(row, device)) is not None]
-    points: dict[tuple[str, Any], dict[str, list[tuple[float, float, str]]]] = {}
-    for (row, intensity), label in zip(known, words.case_labels([row["case"] for row, _ in known])):
-        name = f"{words.full_name(row['impl'])}, head_dim {row['case']['D']}"
-        of_chart = points.setdefault((row["phase"], Case.from_record(row["case"]).torch_dtype), {})
-        of_chart.setdefault(name, []).append((intensity, row["tflops"], label))
+    points = [
+        ((row["phase"], Case.from_record(row["case"]).torch_dtype),
+         f"{words.full_name(row['impl'])}, head_dim {row['case']['D']}", (intensity, row["tflops"]), label)
+        for (row, intensity), label in zip(known, words.case_labels([row["case"] for row, _ in known]))
+    ]  # fmt: skip
+    by_chart = grouped(points, lambda point: point[0])
     charts = []
-    for (phase, dtype), by_name in points.items():
+    for (phase, dtype), of_chart in by_chart.items():
         series = [
-            Series(name, tuple((x, y) for x, y, _ in of_name), tuple(label for *_, label in of_name))
-            for name, of_name in by_name.items()
+            Series(name, tuple(place for *_, place, _ in of_name), tuple(label for *_, label in of_name))
+            for name, of_name in grouped(of_chart, lambda point: point[1]).items()
         ]
         xs, peak = [x for one in series for x, _ in one.points], device.flops[dtype]
         ridge = peak / device.bandwidth
         low, high = min(ridge / 10, *(x / 1.3 for x in xs)), max(ridge * 4, *(x * 1.3 for x in xs))
         roof = ((low, device.bandwidth * low / 1e12), (ridge, peak / 1e12), (high, peak / 1e12))
-        of_dtype = f", {str(dtype).removeprefix('torch.')}" if len({dtype for _, dtype in points}) > 1 else ""
+        of_dtype = f", {str(dtype).removeprefix('torch.')}" if len({dtype for _, dtype in by_chart}) > 1 else ""
         title, x_label = f"{_title(None, phase)}{of_dtype}: under the roof", "FLOP for each byte of device memory"
         charts.append(LineChart(title, tuple(series), x_label, "TFLOP/s", roof=roof))
     return charts

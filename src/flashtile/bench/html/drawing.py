@@ -68,22 +68,16 @@ class Series:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over lengths, on a logarithmic axis with base 2, or over steps; points under a roof.
-
-    Attributes:
-        logarithmic: the axis of values is.
-        level: a horizontal line to compare with.
-        steps: lines over steps, on a linear axis; too many for marks, and the table has the last alone.
-        roof: points of a line over single points, which are not joined; both axes are logarithmic.
-    """
+    """Lines over lengths, on a logarithmic axis with base 2, or over steps; points under a roof."""
 
     title: str
     series: tuple[Series, ...]
     x_label: str
     unit: str
-    logarithmic: bool = False
-    level: float | None = None
-    steps: bool = False
+    logarithmic: bool = False  # the axis of values
+    level: float | None = None  # of a horizontal line to compare with
+    steps: bool = False  # on a linear axis, too many for marks; the table has the last alone
+    #: Points of a line over single points, which are not joined; both axes are logarithmic.
     roof: tuple[tuple[float, float], ...] = ()
 
     def table(self) -> Table:
@@ -104,12 +98,10 @@ class LineChart:
 
 @dataclass(frozen=True)
 class DotChart:
-    """For each case a line with a dot for each implementation. `title`: what it shows. `cases`: name of a case ->
-    implementation -> value. `unit`: of the axis of values. `logarithmic`: that axis is. `level`: a vertical line to
-    compare with."""
+    """For each case a line with a dot for each implementation."""
 
     title: str
-    cases: Mapping[str, Mapping[str, float]]
+    cases: Mapping[str, Mapping[str, float]]  # name of a case -> implementation -> value
     unit: str
     logarithmic: bool = False
     level: float | None = None
