@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashtile.bench.base import is_ours
 from flashtile.bench.companion_cases import OPERATIONS as COMPANIONS
@@ -46,8 +45,7 @@ _CHARTS = 4
 _COLUMNS = 24
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """The number of charts on a page that are pictures, that of tables, and notes for its reader."""
 
     pictures: int
@@ -55,24 +53,19 @@ class Written:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Who is faster where, on which machine. `sentences`: the result in words, one for each machine. `table`:
-    means, for each machine, kind of call and phase. `charts`: the same as pictures, and speeds by length where there is
-    room."""
+class Verdict(NamedTuple):
+    """Who is faster where, on which machine."""
 
-    sentences: tuple[str, ...]
-    table: Table
-    charts: tuple[Chart, ...]
+    sentences: tuple[str, ...]  # the result in words, one for each machine
+    table: Table  # means, for each machine, kind of call and phase
+    charts: tuple[Chart, ...]  # the same as pictures, and speeds by length where there is room
 
 
-@dataclass(frozen=True)
-class _Compared:
+class _Compared(NamedTuple):
     """A ratio with where it was measured."""
 
     machine: str
     kind: str
-    phase: str
     ratio: Ratio
 
 
@@ -82,8 +75,11 @@ def make_verdict(records: Sequence[Named]) -> Verdict | None:
     if not found:
         return None
     sentences = tuple(_sentence(*of_machine) for of_machine in grouped(found, lambda one: one.machine).items())
-    groups = grouped(found, lambda one: (one.kind, one.phase, one.machine))
-    lines = [_line(*place, [one.ratio for one in groups[place]]) for place in sorted(groups, key=lambda key: key[0])]
+    groups = grouped(found, lambda one: (one.kind, one.ratio.phase, one.machine))
+    lines = []
+    for (kind, phase, machine), group in sorted(groups.items(), key=lambda each: each[0][0]):
+        figures, lowest = summary([one.ratio.value for one in group]), min(group, key=lambda one: one.ratio.value)
+        lines.append([kind, words.phase_name(phase), machine, *figures, words.full_name(lowest.ratio.peer)])
     headings = ["kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against"]
     charts = [*_overview(found), *by_length(records)][:_CHARTS]
     return Verdict(sentences, Table("", headings, lines), tuple(charts))
@@ -91,19 +87,15 @@ def make_verdict(records: Sequence[Named]) -> Verdict | None:
 
 def _compared(named: Named) -> list[_Compared]:
     """The best ratio of each case and phase of a record."""
-    best: dict[tuple[str, str], Ratio] = {}
     compared = (row for row in named.rows if not {row["op"], row["impl"]} & set(_NO_COMPARISON))
-    for ratio in ratios_to_best(compared):
-        key = str(ratio.case), ratio.op + ratio.phase
-        if key not in best or ratio.value > best[key].value:
-            best[key] = ratio
+    by_case = grouped(ratios_to_best(compared), lambda ratio: (str(ratio.case), ratio.op + ratio.phase))
     portable = {row["impl"] for row in named.rows if is_ours(row["impl"])} == {"flashtile-triton"}
     found = []
-    for ratio in best.values():
-        kind = words.describe_kind(ratio.op, ratio.case, bool(named.facts.get("gpu")))
-        if portable and ratio.op == "attention":
-            kind += ", portable kernels"
-        found.append(_Compared(named.machine, kind, ratio.phase, ratio))
+    for of_case in by_case.values():
+        best = max(of_case, key=lambda ratio: ratio.value)
+        kind = words.describe_kind(best.op, best.case, bool(named.facts.get("gpu")))
+        kind += ", portable kernels" if portable and best.op == "attention" else ""
+        found.append(_Compared(named.machine, kind, best))
     return found
 
 
@@ -121,28 +113,22 @@ def _sentence(machine: str, found: Sequence[_Compared]) -> str:
     )
 
 
-def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> list[str]:
-    lowest = min(ratios, key=lambda ratio: ratio.value)
-    figures = summary([ratio.value for ratio in ratios])
-    return [kind, words.phase_name(phase), machine, *figures, words.full_name(lowest.peer)]
-
-
 def _overview(found: Sequence[_Compared]) -> list[Chart]:
     """Mean ratios with a dot for each machine: attention forward and backward, the companions, and all else."""
-    charts: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for one in found:
-        title, case = "Decoding, training and others", one.kind
-        if one.ratio.op == "attention" and one.phase in ("fwd", "bwd"):
-            title, case = f"Attention, {words.phase_name(one.phase)}", one.kind.removeprefix("Attention: ")
-        elif one.ratio.op in COMPANIONS:
-            title = "Norms, rotary embedding, softmax, losses and layers"
-        charts.setdefault(title, {}).setdefault(case, {}).setdefault(one.machine, []).append(one.ratio.value)
+
+    def place(one: _Compared) -> tuple[str, str]:
+        if one.ratio.op == "attention" and one.ratio.phase in ("fwd", "bwd"):
+            return f"Attention, {words.phase_name(one.ratio.phase)}", one.kind.removeprefix("Attention: ")
+        if one.ratio.op in COMPANIONS:
+            return "Norms, rotary embedding, softmax, losses and layers", one.kind
+        return "Decoding, training and others", one.kind
+
+    charts: dict[str, dict[str, dict[str, float]]] = {}
+    for (title, case, machine), group in grouped(found, lambda one: (*place(one), one.machine)).items():
+        mean = geometric_mean(one.ratio.value for one in group)
+        charts.setdefault(title, {}).setdefault(case, {})[machine] = mean
     unit = "times the speed of the fastest other"
-    return [
-        DotChart(title, {case: {machine: geometric_mean(values) for machine, values in by_machine.items()}
-                         for case, by_machine in cases.items()}, unit, logarithmic=True, level=1.0)
-        for title, cases in charts.items()
-    ]  # fmt: skip
+    return [DotChart(title, cases, unit, logarithmic=True, level=1.0) for title, cases in charts.items()]
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Written:
