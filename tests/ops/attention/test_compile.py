@@ -263,13 +263,6 @@ def _check_products(binary: Binary, products: str, shared_memory: int) -> None:
     assert binary.shared_memory <= shared_memory
 
 
-@pytest.mark.parametrize("kernel", ["dq", "dkdv"])
-def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel):
-    """Triton loads a gathered tile ahead, as it does a tile of a bias."""
-    source = call_source(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
-    check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
-
-
 @pytest.mark.parametrize("case", parameters(score_mod_combined())[:2])
 def test_dq_of_a_score_function_with_another_feature(case):
     """In float32, where registers are the fewest: ptxas then saves uniform ones in others, which the search for wrong
@@ -411,7 +404,8 @@ _FEATURES: dict[str, tuple[Call, dict[str, Any]]] = {
         {"constants.TILE_Q": 128, "PACKED": True, "WHOLE": False},
     ),
     "max_scores": (Call(max_scores=True, sinks=True), {}),
-    "score_mod": (Call(score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
+    # Triton loads a gathered tile ahead, as it does a tile of a bias.
+    "score_mod": (Call(128, 128, score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
     "score_mod_and_more": (
         Call(score_mod=_RELATIVE, sequences=3, softcap=9.0, dropout_p=0.1, bias=_BIAS, key_lengths_dtype=torch.int32),
         {"captured.tensor0": "*fp32"},

@@ -64,6 +64,7 @@ from support.attention.hopper_forms import (
     FORMS,
     FP8_FORMS,
     FUNCTION_FORMS,
+    REPEATS,
     SCORE_FORMS,
     SERIALISED,
     WIDE_BACKWARD_FORMS,
@@ -254,13 +255,16 @@ def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too():
 
 
 @pytest.mark.parametrize(
-    "head_dim, chunks",
-    [(1, (16, 0)), (40, (64, 0)), (64, (64, 0)), (65, (64, 16)), (96, (64, 32)), (112, (128, 0)), (128, (128, 0)),
-     (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0)), (257, (256, 16)), (320, (256, 64)),
-     (400, (256, 256)), (512, (256, 256))],
-)  # fmt: skip
-def test_heads_are_padded_little(head_dim, chunks):
-    assert configs.column_chunks(head_dim) == chunks
+    "chunks_of, least, widest", [(configs.column_chunks, 16, 512), (backward_configs.backward_chunks, 32, 256)]
+)
+def test_heads_are_padded_little(chunks_of, least, widest):
+    """A tile has one power of two of columns or two, the fewest that hold the head; up to 64 there is one."""
+    powers = [2**n for n in range(4, 9)]
+    cuts = [(first, 0) for first in powers if first >= least] + [(256, 256)]
+    cuts += [(first, second) for first in powers for second in powers if 64 <= first > second]
+    for head_dim in range(1, widest + 1):
+        holding = [cut for cut in cuts if sum(cut) >= head_dim]
+        assert chunks_of(head_dim) == min(holding, key=lambda cut: (sum(cut), cut[1]))
 
 
 @pytest.mark.parametrize(
@@ -269,11 +273,7 @@ def test_heads_are_padded_little(head_dim, chunks):
         (40, torch.bfloat16, 64),  # exponentials take the time
         (72, torch.bfloat16, 64),  # and a tail of 16
         (100, torch.bfloat16, 112),
-        (120, torch.float16, 128),
         (200, torch.float16, 208),
-        (224, torch.bfloat16, 224),
-        (233, torch.bfloat16, 240),
-        (256, torch.bfloat16, 256),
         (320, torch.bfloat16, 256),
         (200, configs.FP8, 224),
     ],
@@ -283,14 +283,6 @@ def test_columns_of_scores(head_dim, dtype, columns):
     assert configs.score_columns(head_dim, dtype) == columns
     constants = hopper_plan(_CALL._replace(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)).kernel.source.constants
     assert constants["SCORE_COLUMNS"] == columns
-
-
-@pytest.mark.parametrize(
-    "head_dim_v, parts, chunks",
-    [(256, 1, (256, 0)), (264, 2, (128, 16)), (320, 2, (128, 32)), (384, 2, (128, 64)), (512, 2, (256, 0))],
-)
-def test_wide_values_are_cut_into_parts(head_dim_v, parts, chunks):
-    assert (configs.value_parts(head_dim_v), configs.value_chunks(head_dim_v)) == (parts, chunks)
 
 
 def test_parts_of_wide_values_have_all_columns():
@@ -514,18 +506,6 @@ def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(change, keys, mo
 def test_other_sizes_and_strides_need_no_other_binary(change):
     call = _CALL._replace(window_right=0)
     assert hopper_plan(call._replace(**change)).kernel.source == hopper_plan(call).kernel.source
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_the_backward_of_slopes_is_served(learned, monkeypatch):
-    monkeypatch.setattr(description, "current_machine", lambda device: HOPPER)
-    q = torch.empty(1, 80, 2, 64, dtype=torch.bfloat16)
-    side = SideInputs(alibi_slopes=torch.empty(2))
-    modules = [
-        select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", Wanted(alibi_slopes=learned))
-        for phase in ("forward", "backward")
-    ]
-    assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", "hopper"]
 
 
 def test_windows_and_sizes_are_run_time_arguments():
@@ -1266,11 +1246,20 @@ _ALL_FORMS = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS
 
 _EVERY_FORWARD = _ALL_FORMS | FEATURE_FORMS | FUNCTION_FORMS
 _EVERY_BACKWARD = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS
-_COMPILED_FORWARD = with_news(
+
+
+def _compiled(kernel: str, sources: dict[str, KernelSource], rows: dict[str, Any] | None = None) -> list[str]:
+    """The forms of a kernel that the tests compile."""
+    return [form for form in with_news(sources, rows) if (kernel, form) not in REPEATS]
+
+
+_COMPILED_FORWARD = _compiled(
+    "forward",
     {form: hopper_plan(call).kernel.source for form, call in _EVERY_FORWARD.items()},
     {form: hopper_config(call) for form, call in _EVERY_FORWARD.items()},
 )
-_COMPILED_BACKWARD = with_news(
+_COMPILED_BACKWARD = _compiled(
+    "main",
     {form: of.source("main") for form, of in _EVERY_BACKWARD.items()},
     {form: of.schedule.config for form, of in _EVERY_BACKWARD.items()},
 )
@@ -1297,7 +1286,8 @@ def test_machine_code(form):
         without_maxima=form in _WITHOUT_MAXIMA,
     )
     limits = _Limits(_shared_memory(call), max(_SPILLS[config.consumers], allowed))
-    check_code(hopper_plan(call).kernel.source, "sm_90", _check_forward, limits, expected)
+    check = _check_8_bit_forward if form in _8_BIT_SCORES else _check_forward
+    check_code(hopper_plan(call).kernel.source, "sm_90", check, limits, expected)
 
 
 def _shared_memory(call: Call) -> int:
@@ -1440,25 +1430,23 @@ def _assert_bits_of_a_row_come_at_once(instructions: list[str], config: configs.
     assert loads >= 4 * config.consumers
 
 
-@pytest.mark.parametrize("form", ["128-queries1024-fp8", "128-fp8"])
-def test_8_bit_scores_are_weights_where_they_lie(form):
-    call = FP8_FORMS[form]
-    check_code(hopper_plan(call).kernel.source, "sm_90", _check_8_bit_scores, hopper_config(call).block_n)
+#: Forms of which products of 8 and 16 bits are counted.
+_8_BIT_SCORES = ("128-queries1024-fp8", "128-fp8")
 
 
-def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
+def _check_8_bit_forward(binary: Binary, limits: _Limits, loop: _Loop) -> None:
     """Scores of 8-bit products are the operands of 16-bit ones, and no weight moves to another thread."""
+    _check_forward(binary, limits, loop)
     lines = _instructions(binary)
     depths = {"QGMMA": 32, "HGMMA": 16}  # of one instruction: columns of q kᵀ, keys of p v
     of_scores, of_values = (depth * sum(name in line for line in lines) for name, depth in depths.items())
-    assert of_scores * block_n == of_values * 128, "as many products of 8 bits as of 16"
+    assert of_scores * loop.config.block_n == of_values * 128, "as many products of 8 bits as of 16"
     assert not any("PRMT" in line for line in lines)
 
 
-@pytest.mark.parametrize("head_dim_v", [8, 256])
-def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v):
-    shape = torch.Size((2, 100, 4, head_dim_v))
-    values = Operand("v", shape, contiguous_strides(shape), head_dim_v)
+def test_widened_values_are_written_16_bytes_at_a_time():
+    shape = torch.Size((2, 100, 4, 256))
+    values = Operand("v", shape, contiguous_strides(shape), 256)
     check_code(convert_kernel("v", values, torch.float8_e4m3fn, "wide_v").source, "sm_90", _check_widening)
 
 
@@ -1536,7 +1524,8 @@ def _compiled_kernels(sources: dict[Any, dict[str, KernelSource]]) -> dict[Any, 
     found: dict[Any, list[str]] = {}
     for function in {source.function: None for (_, kernel), source in named.items() if kernel != "begin"}:
         for form, kernel in with_news({case: of for case, of in named.items() if of.function is function}):
-            found.setdefault(form, []).append(kernel)
+            if ("float32 forward" if kernel == "forward" else kernel, form[1]) not in REPEATS:
+                found.setdefault(form, []).append(kernel)
     return {form: found[form] for form in sources if form in found}
 
 
@@ -1693,7 +1682,9 @@ _SPILLS_OF_WIDE_FLOAT32 = 352
 _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 
 
-@pytest.mark.parametrize("form", with_news({form: of.source("bias") for form, of in BIAS_GRADIENT_FORMS.items()}))
+@pytest.mark.parametrize(
+    "form", _compiled("bias", {form: of.source("bias") for form, of in BIAS_GRADIENT_FORMS.items()})
+)
 def test_machine_code_of_the_gradient_of_a_bias(form):
     of = BIAS_GRADIENT_FORMS[form]
     cut, heads = backward_configs.bias_config(of.call), of.call.head_dims
@@ -1718,9 +1709,7 @@ _ADDITIONS = {"relative": 2 * 3, "waves": 2 * (1 + 2), "scattered": 2 * 32}
 _SPILLS_OF_CAPTURED_GRADIENTS = 400
 
 
-@pytest.mark.parametrize(
-    "form", with_news({form: of.source("captured") for form, of in CAPTURED_GRADIENT_FORMS.items()})
-)
+@pytest.mark.parametrize("form", CAPTURED_GRADIENT_FORMS)
 def test_machine_code_of_the_gradients_of_what_a_score_function_reads(form):
     of = CAPTURED_GRADIENT_FORMS[form]
     config = of.schedule.config
@@ -1734,17 +1723,17 @@ def test_machine_code_of_the_gradients_of_what_a_score_function_reads(form):
 
 def _first_and_last_kernels() -> dict[tuple[str, str], KernelSource]:
     """Neither multiplies matrices, so what changes their code adds up: each change is compiled once."""
-    first = {("begin", form): of.source("begin") for form, of in _EVERY_BACKWARD.items()}
-    last = {
-        ("end", form): of.source("end") for form, of in _EVERY_BACKWARD.items() if not of.schedule.loops.SINGLE_KEY_TILE
+    summed = {form: of for form, of in _EVERY_BACKWARD.items() if not of.schedule.loops.SINGLE_KEY_TILE}
+    calls = {
+        "wide-512-packed-causal": WIDE_BACKWARD_FORMS["512-packed-causal"],
+        "float32-128-hidden_rows-sinks-dlse": FLOAT32_BACKWARD_FORMS["128-hidden_rows-sinks-dlse"],
     }
-    forms = {"wide": WIDE_BACKWARD_FORMS, "float32": FLOAT32_BACKWARD_FORMS}
-    first |= {
-        ("begin", f"{group}-{form}"): apart_backward_sources(call)["begin"]
-        for group, calls in forms.items()
-        for form, call in calls.items()
+    sources = {
+        "begin": {form: of.source("begin") for form, of in _EVERY_BACKWARD.items()}
+        | {form: apart_backward_sources(call)["begin"] for form, call in calls.items()},
+        "end": {form: of.source("end") for form, of in summed.items()},
     }
-    return {case: sources[case] for sources in (first, last) for case in with_news(sources)}
+    return {(kernel, form): of[form] for kernel, of in sources.items() for form in _compiled(kernel, of)}
 
 
 _FIRST_AND_LAST = _first_and_last_kernels()
@@ -1811,21 +1800,6 @@ def test_every_head_of_the_backward_fits_on_chip(softcap, blocks, left, ordered)
         # The sums' warpgroup needs 72 of what is left.
         others = 2 * config.registers + (configs.PRODUCER_REGISTERS if config.producer else 0)
         assert others + 72 <= warpgroups * config.max_registers
-
-
-@pytest.mark.parametrize(
-    "head_dim, chunks",
-    [
-        *(
-            (1, (32, 0)), (32, (32, 0)), (33, (64, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)),
-            (96, (64, 32)), (97, (128, 0)),
-        ),
-        *((128, (128, 0)), (129, (128, 16)), (160, (128, 32)), (161, (128, 64)), (192, (128, 64)), (193, (256, 0))),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_chunks_of_the_backward(head_dim, chunks):
-    assert backward_configs.backward_chunks(head_dim) == chunks
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 65), (5, 3, 36), (2, 5, 3, 64), (5, 1, 1)], ids=str)
