@@ -4,7 +4,6 @@ measuring, processes may compile: they fill the caches on disk of Triton, `torch
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -32,6 +31,7 @@ from flashtile.bench.record import (
     Row,
     command_line,
     grouped,
+    read_record,
     require_writable,
     row_key,
     write_record,
@@ -47,7 +47,6 @@ OnCase = Callable[[int, int, Any, list[Row] | None], None]
 #: FA4 keeps what it compiles on disk if this is 1. It reads it when it is imported.
 _FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
-Pool = Callable[[int], Executor]
 #: How often a call is tried that finds no memory beside those of other processes, and seconds in between.
 _ATTEMPTS, _PAUSE = 4, 1.0
 
@@ -64,16 +63,9 @@ def measure(
     announce: Announce = say_nothing,
 ) -> Record:
     """Runs a command on this machine's device. Raises UserError if `output` cannot be written, a value does not fit, a
-    pattern or a name matches nothing, or a package that is needed is not installed.
-
-    Args:
-        command: a name of the registry.
-        options: by the names of the command line, None or nothing where one is not given. Lists are names, each perhaps
-            several with commas.
-        output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
-        on_case: called before and after each case, see `OnCase`.
-        announce: called before each step of a case.
-    """
+    pattern or a name matches nothing, or a package that is needed is not installed. `options`: by the names of the
+    command line; lists are names, each perhaps several with commas. `output`: file for the record, rewritten after
+    every case. `announce`: called before each step of a case."""
     require_writable(output)
     check_seconds(options.get("seconds"))
     given = {name: value for name, value in options.items() if value is not None and value != []}
@@ -82,8 +74,10 @@ def measure(
     cases = select_cases(BENCHMARKS[command].cases(given, device), given.get("cases", ()))
     chosen = choose_implementations(command, given.get("impl", ()), device, given.get("quick", False))
     recorder = Recorder(device, command_line(), output)
-    times = {"jobs": given.get("jobs", 0), "seconds": given.get("seconds")}
-    measure_cases(command, cases, chosen, recorder, **times, on_case=on_case, announce=announce)
+    measure_cases(
+        command, cases, chosen, recorder, jobs=given.get("jobs", 0), seconds=given.get("seconds"), on_case=on_case,
+        announce=announce,
+    )  # fmt: skip
     return recorder.record
 
 
@@ -128,7 +122,7 @@ def compile_ahead(
     implementations: Sequence[Implementation],
     device: torch.device,
     jobs: int,
-    pool: Pool = _processes,
+    pool: Callable[[int], Executor] = _processes,
 ) -> None:
     """Calls every implementation that compiles its kernels once in every case that it serves, in `jobs` processes that
     compile one kernel at a time. Whatever fails there is left to the measuring process, which says why."""
@@ -224,14 +218,11 @@ def as_arguments(command: str, options: Options, device: torch.device) -> list[s
     """The same as arguments of `flashtile bench`; without `impl`, ours alone."""
     arguments = [command]
     for name, value in {**options, "impl": options.get("impl") or ours(command, device)}.items():
-        if value is True:
-            arguments.append(f"--{name}")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
-        elif isinstance(value, str):
-            arguments += [f"--{name}", value]
-        elif value:
-            arguments += [f"--{name}", *_split(list(map(str, value)))]
+        if value is None or value is False or value == []:
+            continue
+        arguments.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            arguments += _split(list(map(str, value if isinstance(value, list) else [value])))
     return arguments
 
 
@@ -337,29 +328,26 @@ def _spread_table(here: Record, there: Record) -> Table:
 
 
 def _median_row(rows: list[Row]) -> Row:
-    missing = next((row for row in rows if row["ms"] is None), None)
-    if missing is not None:
-        return missing
-    times = [row["ms"] for row in rows]
+    first, times = rows[0], [row["ms"] for row in rows]
+    if None in times:
+        return rows[times.index(None)]
     median = statistics.median(times)
     # Speeds are work by time: they follow the time of the first run to the median.
-    scale = rows[0]["ms"] / median
-    keys = (key for key in (*SPEEDS.values(), "mfu") if rows[0].get(key) is not None)
-    speeds = {key: rows[0][key] * scale for key in keys}
-    return {**rows[0], **speeds, "ms": median, "round_ms": times}
+    keys = (key for key in (*SPEEDS.values(), "mfu") if first.get(key) is not None)
+    speeds = {key: first[key] * first["ms"] / median for key in keys}
+    return {**first, **speeds, "ms": median, "round_ms": times}
 
 
 def _run(tree: Path, arguments: Sequence[str], output: Path) -> Record:
     environment = {key: value for key, value in os.environ.items() if key != "FLASHTILE_COMMIT"}
-    others = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
-    environment["PYTHONPATH"] = os.pathsep.join([str(tree / "src"), *others])
+    paths = (str(tree / "src"), environment.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-m", "flashtile.bench", *arguments, "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tree)
     if done.returncode:
         ending = "\n".join((done.stderr or done.stdout).strip().splitlines()[-4:])
         raise UserError(f"--against: {' '.join(arguments)} ended with {done.returncode} in {tree.name}:\n{ending}")
-    record: Record = json.loads(output.read_text("utf-8"))
-    return record
+    return read_record(output)
 
 
 def _git(folder: Path, *arguments: str) -> str:

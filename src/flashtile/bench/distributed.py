@@ -37,7 +37,7 @@ _CHECKED = 512
 
 @dataclass(frozen=True)
 class ParallelCase(AnyCase):
-    """Attention over S tokens on `gpus` GPUs. Field names are the keys of `case` in a record."""
+    """Attention over S tokens on `gpus` GPUs."""
 
     B: int
     S: int

@@ -28,8 +28,6 @@ from flashtile.bench.record import (
 from flashtile.bench.registry import case_name, find_benchmark, find_case
 from flashtile.bench.tables import find_table
 
-_PHASES = {"fwd": "forward", "bwd": "backward"}
-
 
 @dataclass(frozen=True)
 class Table:
@@ -156,21 +154,19 @@ def mode_tables(rows: Sequence[Row]) -> list[Table]:
     peer's. None without a row in the mode."""
     lines = []
     for row, ratios in mode_ratios(rows):
-        ours = (f"{ratios[name]:.2f}" if name in ratios else "–" for name in (DEFAULT, DETERMINISTIC))
-        peer = next((name for name in reversed(ratios) if not is_ours(name)), None)
-        lines.append(
-            [case_name(row), row["phase"], *ours, *(("–", "–") if peer is None else (peer, f"{ratios[peer]:.2f}"))]
+        peer = next((name for name in ratios if not is_ours(name)), "–")
+        default, deterministic, best = (
+            f"{ratios[name]:.2f}" if name in ratios else "–" for name in (DEFAULT, DETERMINISTIC, peer)
         )
+        lines.append([case_name(row), row["phase"], default, deterministic, peer, best])
     headings = ["case", "phase", "mode / default", "mode / deterministic", "fastest peer", "mode / best"]
     return [Table("Speed in the batch-invariant mode", headings, lines, keys=2)] if lines else []
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
     """A line for each implementation and reason for which it has no speed."""
-    lines = []
-    for (impl, why), found in grouped(
-        (row for row in rows if row["ms"] is None), lambda row: (row["impl"], row["why"])
-    ).items():
+    lines, missing = [], (row for row in rows if row["ms"] is None)
+    for (impl, why), found in grouped(missing, lambda row: (row["impl"], row["why"])).items():
         where = {f"{case_name(row)} {row['phase']}" for row in found}
         lines.append(f"{impl}: {why} ({where.pop() if len(where) == 1 else f'{len(where)} measurements'})")
     return lines
@@ -219,15 +215,20 @@ def _moved(row: Row) -> float:
 
 def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:
     """Times there (`earlier`) and here, how many times as fast here is, and geometric means."""
-    before = {row_key(row): row for row in earlier if row.get("ms") is not None}
-    common = [(before[row_key(row)], row) for row in rows if row.get("ms") is not None and row_key(row) in before]
-    times = ((row, old["ms"], row["ms"]) for old, row in common)
+    before = {row_key(row): row["ms"] for row in earlier if row.get("ms") is not None}
+    both = [row for row in rows if row.get("ms") is not None and row_key(row) in before]
+    common = [(row, (row["impl"], _step(row)), before[row_key(row)], row["ms"]) for row in both]
     lines = [
-        [case_name(row), row["impl"], _step(row), f"{there:.4g}", f"{here:.4g}", f"{there / here:.3f}"]
-        for row, there, here in times
+        [case_name(row), *names, f"{there:.4g}", f"{here:.4g}", f"{there / here:.3f}"]
+        for row, names, there, here in common
     ]
     headings = ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"]
-    return [Table(title, headings, lines, keys=3), _means(common)]
+    means = [
+        [*names, *summary([there / here for *_, there, here in found], 3)]
+        for names, found in grouped(common, lambda each: each[1]).items()
+    ]
+    of_means = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
+    return [Table(title, headings, lines, keys=3), Table("Speed here over there", of_means, means, keys=2)]
 
 
 def differences(record: Record, earlier: Record) -> list[str]:
@@ -241,15 +242,6 @@ def differences(record: Record, earlier: Record) -> list[str]:
     return found
 
 
-def _means(common: Sequence[tuple[Row, Row]]) -> Table:
-    lines = []
-    for key, pairs in grouped(common, lambda pair: (pair[1]["impl"], _step(pair[1]))).items():
-        ratios = [old["ms"] / row["ms"] for old, row in pairs]
-        lines.append([*key, *summary(ratios, 3)])
-    headings = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
-    return Table("Speed here over there", headings, lines, keys=2)
-
-
 def _step(row: Row) -> str:
     return f"{row['phase']}, {row['step']}" if "step" in row else row["phase"]
 
@@ -257,17 +249,14 @@ def _step(row: Row) -> str:
 def breakdown_tables(rows: Sequence[Row]) -> list[Table]:
     """For each phase: the time of each step, its share, and the sum beside one call."""
     tables = []
-    for phase, words in _PHASES.items():
+    for phase, words in (("fwd", "forward"), ("bwd", "backward")):
         of_phase = [row for row in rows if row["phase"] == phase and row["ms"] is not None]
-        steps = [row for row in of_phase if row["step"] != FUSED]
-        total = sum(row["ms"] for row in steps)
-        lines = [[row["step"], f"{row['ms']:.4g}", f"{row['ms'] / total:.0%}"] for row in steps]
-        if steps:
-            lines.append(["standard, all steps", f"{total:.4g}", "100%"])
-        for row in of_phase:
-            if row["step"] == FUSED:
-                share = f"{row['ms'] / total:.0%}" if steps else "–"
-                lines.append([f"{row['impl']}, one call", f"{row['ms']:.4g}", share])
+        times = {row["step"]: row["ms"] for row in of_phase if row["step"] != FUSED}
+        total = sum(times.values())
+        if times:
+            times["standard, all steps"] = total
+        times |= {f"{row['impl']}, one call": row["ms"] for row in of_phase if row["step"] == FUSED}
+        lines = [[name, f"{ms:.4g}", f"{ms / total:.0%}" if total else "–"] for name, ms in times.items()]
         if lines:
             tables.append(Table(f"Where the {words} spends its time", ["step", "ms", "share of standard"], lines))
     return tables

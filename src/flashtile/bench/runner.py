@@ -60,19 +60,17 @@ def announced(announce: Announce, what: str) -> Iterator[None]:
 
 @dataclass
 class Measurement:
-    """One phase of an implementation in a case. `bound`: its own copy of the case's tensors, None where it has none.
-    `why`: why it has no speed, None as long as it may have one. `error`: the largest, where it was judged. `facts`:
-    further keys of its row. `spent`: seconds of taking samples."""
+    """One phase of an implementation in a case."""
 
     implementation: Any
     phase: str
-    why: str | None
-    bound: Any = None
-    error: float | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    why: str | None  # why it has no speed, None as long as it may have one
+    bound: Any = None  # its own copy of the case's tensors
+    error: float | None = None  # the largest, where it was judged
+    facts: dict[str, Any] = field(default_factory=dict)  # further keys of its row
     timer: Timer | None = None
     samples: list[float] = field(default_factory=list)
-    spent: float = 0.0
+    spent: float = 0.0  # seconds of taking samples
 
     @contextmanager
     def within_memory(self) -> Iterator[None]:

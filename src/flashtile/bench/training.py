@@ -31,13 +31,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class TrainCase(AnyCase):
-    """Training steps of a model on B sequences of S tokens. Field names are the keys of `case` in a record.
+    """Training steps of a model on B sequences of S tokens.
 
     With `steps` the model has been trained for so many steps before, on Python's help texts byte by byte, and goes on
-    with them. Else weights and tokens are random, so that scores are small.
-
-    `dropout_p` is GPT-2's three dropouts: of embeddings, of attention weights, and of what is added to the residual
-    stream.
+    with them. Else weights and tokens are random, so that scores are small. `dropout_p` is that of embeddings, of
+    attention weights, and of what is added to the residual stream.
     """
 
     model: str
@@ -82,9 +80,8 @@ def training_cases(device: torch.device) -> list[TrainCase]:
 
 
 def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCase]:
-    """The cases that options choose: `model` (all without it), `batch`, `context` (each is measured; without a batch a
-    step has as many tokens as the model's case), `after`, `dropout` and `quick`. Raises UserError for an unknown model
-    or a dropout that is no probability below 1."""
+    """The cases that options choose; without a batch a step has as many tokens as the model's case. Raises UserError for
+    an unknown model or a dropout that is no probability below 1."""
     check_dropout(dropout_p := given.get("dropout", 0.0))
     known = {case.model: case for case in training_cases(device)}
     chosen = select_named("--model", given.get("model") or list(known), known, device.type)
@@ -117,14 +114,12 @@ def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """A model made from given weights. `parameters`: what is trained. `logits`: tokens `[B, S]` -> `[B, S, V]`. `loss`:
-    tokens `[B, S + 1]` -> the mean cross-entropy of each given those before it. `train`: called with False, it ends
-    dropout, and with True it begins it again."""
+    """A model made from given weights."""
 
-    parameters: list[Tensor]
-    logits: Callable[[Tensor], Tensor]
-    loss: Callable[[Tensor], Tensor]
-    train: Callable[[bool], Any]
+    parameters: list[Tensor]  # what is trained
+    logits: Callable[[Tensor], Tensor]  # tokens `[B, S]` -> `[B, S, V]`
+    loss: Callable[[Tensor], Tensor]  # tokens `[B, S + 1]` -> the mean cross-entropy of each given those before it
+    train: Callable[[bool], Any]  # called with False, it ends dropout, and with True it begins it again
 
 
 def build_plain(case: TrainCase, weights: dict[str, Tensor]) -> Model:
