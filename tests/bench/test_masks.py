@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.bench import implementations, masks
+from flashtile.bench import masks
 from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case, make_inputs
-from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile
+from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile, flex_function
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.runner import run_case, side_stream
 from support.running.each_case import each_case
@@ -109,8 +109,7 @@ def test_flex_computes_the_case(case):
     tensors += [] if inputs.bias is None else [inputs.bias]
     tensors += inputs.tables if masks.learns(case.function) else ()
     torch.compiler.reset()
-    flex = implementations.only_compiled(implementations.flex_function(case, inputs))
-    attend = torch.compile(flex, backend="eager", fullgraph=True)
+    attend = torch.compile(flex_function(case, inputs), backend="eager", fullgraph=True)
     with torch.no_grad():
         out = attend(*tensors).transpose(1, 2)
     assert Oracle(case, inputs).judge({"out": out}).why is None

@@ -234,27 +234,18 @@ def build_flex(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
     """The compiled function `(q, k, v, [bias or tables]) -> out`. `fullgraph` makes an error of what torch.compile does
     not trace, and of its limit on recompilations."""
     torch.compiler.reset()  # each case compiles its own kernels; the limit on recompilations counts them together
-    return torch.compile(only_compiled(flex_function(case, inputs)), dynamic=False, fullgraph=True)
-
-
-def only_compiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same, but an error where it is not compiled: FlexAttention then computes the whole matrix in silence."""
-
-    def compiled(*tensors: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            raise RuntimeError("fell back to eager execution, whose time would be another's")
-        return attend(*tensors)
-
-    return compiled
+    return torch.compile(flex_function(case, inputs), dynamic=False, fullgraph=True)
 
 
 def flex_function(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
-    """The function, to be compiled."""
+    """The function, to be compiled: in eager execution FlexAttention computes the whole matrix in silence."""
     from torch.nn.attention.flex_attention import flex_attention
 
     lists, grouped = _block_mask(case, inputs), case.H != case.Hkv
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("fell back to eager execution, whose time would be another's")
         if case.function in masks.SCORES:
             score_mod: ScoreMod | None = masks.SCORES[case.function].make(more or inputs.tables, case.S)
         else:

@@ -96,15 +96,12 @@ def _either(name: str, /, **changes: Any) -> Implementation:
     """The one of attention, or that of serving where the case is."""
     of_attention, of_serving = _OF_ATTENTION[name], _OF_SERVING.get(name)
 
-    def own(case: AnyCase) -> Implementation | None:
-        return of_attention if isinstance(case, Case) else of_serving
-
     def unsupported(case: AnyCase, device: torch.device) -> str | None:
-        one = own(case)
+        one = of_attention if isinstance(case, Case) else of_serving
         return "measured where there is a backward" if one is None else one.unsupported(case, device)
 
     def build(case: AnyCase, inputs: Any) -> Any:
-        return (own(case) or of_attention).build(case, inputs)
+        return (of_attention if isinstance(case, Case) or of_serving is None else of_serving).build(case, inputs)
 
     return replace(of_attention, build=build, unsupported=unsupported, default=True, **changes)
 

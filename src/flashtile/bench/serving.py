@@ -300,42 +300,40 @@ class ServingProblem(base.Problem):
         return base.Bound(step, base.Inputs({}, {}, []), ("out",), peak="")
 
     def judge(self, bound: base.Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return judge(("out", found, *self._expected[key]) for key, found in self._chosen(results["out"]).items())
+        out = self._packed(results["out"])
+        return judge(("out", out[place], exact, eager) for place, exact, eager in self._expected)
 
-    def _chosen(self, out: Tensor) -> dict[tuple[int, int], Tensor]:
-        """By sequence and key/value head, some queries of those that are checked, `[queries, group, D]`."""
-        case, found = self.case, {}
-        starts = [0, *itertools.accumulate(case.counts)]
-        packed = out.flatten(0, -3).unflatten(1, (case.Hkv, -1))
-        for number in spread(_PAIRS, case.B * case.Hkv, torch.device("cpu")).unique().tolist():
-            sequence, head = divmod(number, case.Hkv)
-            queries = self._queries(sequence).to(out.device)
-            found[sequence, head] = packed[starts[sequence] : starts[sequence + 1], head][queries]
-        return found
-
-    def _queries(self, sequence: int) -> Tensor:
-        return spread(_QUERIES, self.case.counts[sequence], torch.device("cpu")).unique()
+    def _packed(self, x: Tensor) -> Tensor:
+        """`[queries, Hkv, group, D]` of all sequences."""
+        return x.flatten(0, -3).unflatten(1, (self.case.Hkv, -1))
 
     @functools.cached_property
-    def _expected(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        """For the chosen queries, what float64 gives and what the case's own dtype does."""
-        chosen = self._chosen(_rotated(self._inputs, self._inputs.q, True))
-        return {
-            key: (self._plain(*key, q, torch.float64), self._plain(*key, q, self.case.torch_dtype))
-            for key, q in chosen.items()
-        }
+    def _expected(self) -> list[tuple[tuple[Tensor, int], Tensor, Tensor]]:
+        """Queries of some pairs of a sequence and a key/value head, and what float64 and the case's own dtype give."""
+        case, found = self.case, []
+        starts, cpu = [0, *itertools.accumulate(case.counts)], torch.device("cpu")
+        packed = self._packed(_rotated(self._inputs, self._inputs.q, True))
+        for number in spread(_PAIRS, case.B * case.Hkv, cpu).unique().tolist():
+            sequence, head = divmod(number, case.Hkv)
+            queries = spread(_QUERIES, case.counts[sequence], cpu).unique().to(self.device)
+            place = starts[sequence] + queries, head
+            exact, eager = (
+                self._plain(sequence, head, queries, packed[place].to(dtype))
+                for dtype in (torch.float64, case.torch_dtype)
+            )
+            found.append((place, exact, eager))
+        return found
 
     @torch.no_grad()
-    def _plain(self, sequence: int, head: int, q: Tensor, dtype: torch.dtype) -> Tensor:
-        """Attention of the chosen queries of a sequence with one key/value head, all scores at once."""
+    def _plain(self, sequence: int, head: int, queries: Tensor, q: Tensor) -> Tensor:
+        """Attention of some queries of a sequence with one key/value head, all scores at once, in the dtype of q."""
         case = self.case
-        k, v = (t[:, 0] for t in gather_rows(case, self._inputs, sequence, slice(head, head + 1), dtype))
+        k, v = (t[:, 0] for t in gather_rows(case, self._inputs, sequence, slice(head, head + 1), q.dtype))
         count, rows = case.counts[sequence], len(k)
-        queries = self._queries(sequence).to(q.device)
         column = torch.arange(rows, device=q.device) - (rows - count)  # the first query's own row is 0
         visible = column <= queries[:, None]
         if case.tree:
             mask = self._inputs.options["tree_mask"][queries]
             visible = (column < 0) | mask[:, column.clamp(min=0)]
-        scores = q.to(dtype) @ k.mT * case.D**-0.5
+        scores = q @ k.mT * case.D**-0.5
         return scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1) @ v

@@ -80,8 +80,8 @@ def training_cases(device: torch.device) -> list[TrainCase]:
 
 
 def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCase]:
-    """The cases that options choose; without a batch a step has as many tokens as the model's case. Raises UserError for
-    an unknown model or a dropout that is no probability below 1."""
+    """The cases that options choose; without a batch a step has as many tokens as the model's case. UserError for an
+    unknown model or a dropout that is no probability below 1."""
     check_dropout(dropout_p := given.get("dropout", 0.0))
     known = {case.model: case for case in training_cases(device)}
     chosen = select_named("--model", given.get("model") or list(known), known, device.type)
