@@ -260,7 +260,7 @@ def test_missing_packages_and_failures_are_reasons(monkeypatch):
     case = LayerNorm("fp32", 7, 33)
     missing = Implementation("liger", ("cpu",), package=("no_such_package", "no-such-package"))
     failing = Implementation("quack", ("cpu",))
-    monkeypatch.setattr(LayerNorm, "calls", lambda self: {"liger": _unreachable, "quack": _unreachable})
+    monkeypatch.setattr(LayerNorm, "packages", {"liger": _unreachable, "quack": _unreachable})
     rows = runner.run_case(case, [missing, failing], CPU, CompanionProblem)
     assert [row["why"] for row in rows] == ["no-such-package is not installed"] * 2 + ["RuntimeError: unreachable"] * 2
 

@@ -139,19 +139,15 @@ class Inputs:
     upstream: Tensors  # the gradients of the outputs, in their order
 
 
-def _same(tensors: Tensors) -> Tensors:
-    return tensors
-
-
 @dataclass(frozen=True)
 class Way:
     """How an implementation computes a case, in the layout it calls its own."""
 
     function: Callable[..., Any]  # own leaves -> its output, or outputs
-    own_leaves: Callable[[Tensors], Tensors] = _same  # from the case's leaves
-    own_upstream: Callable[[Tensors], Tensors] = _same  # from the gradients of the case's outputs
-    outputs: Callable[[Tensors], Tensors] = _same  # from its outputs to the case's
-    gradients: Callable[[Tensors], Tensors] = _same  # from the gradients of its leaves to those of the case's
+    own_leaves: Callable[[Tensors], Tensors] = list  # from the case's leaves
+    own_upstream: Callable[[Tensors], Tensors] = list  # from the gradients of the case's outputs
+    outputs: Callable[[Tensors], Tensors] = list  # from its outputs to the case's
+    gradients: Callable[[Tensors], Tensors] = list  # from the gradients of its leaves to those of the case's
     own_bits: bool = False  # drops elements by random bits of its own, which must be read off its results
 
 

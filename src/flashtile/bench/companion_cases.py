@@ -86,9 +86,6 @@ class Copy(Companion):
     def elements(self) -> int:
         return self.kib * 1024 // self.torch_dtype.itemsize
 
-    def width(self) -> int:
-        return 1
-
     def formula(self, x: Tensor) -> Tensor:
         return x.clone()
 
@@ -139,11 +136,14 @@ class DropoutAddRMSNorm(RMSNorm):
     dropout_p: float = 0.0
 
     op = "dropout_add_rms_norm"
-    label = "p{dropout_p}-{rows}x{columns}"
     leaves: ClassVar = {"x": "rows columns", "residual": "rows columns", "weight": "columns"}
     outputs: ClassVar = {"out": "rows columns", "sum": "rows columns"}
     rowwise = frozenset(("x", "residual", "keep", "out", "sum"))
     saved = ("sum", "weight")
+
+    @property
+    def size(self) -> str:
+        return f"p{self.dropout_p}-{self.rows}x{self.columns}"
 
     def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self.dropout_p:
@@ -167,7 +167,8 @@ class DropoutAddRMSNorm(RMSNorm):
 
         return Way(function, own_bits=True)
 
-    def calls(self) -> dict[str, Build]:
+    @property
+    def packages(self) -> dict[str, Build]:  # type: ignore[override]
         def ours(others: dict[str, Tensor], **more: Any) -> Way:
             more |= {"dropout_seed": others.get("seed"), "dropout_p": self.dropout_p}
             return call(f"flashtile.{self.op}", epsilon=_EPSILON, prenorm=True)(others, **more)
@@ -333,9 +334,6 @@ class LinearCrossEntropy(Companion):
     }
     others = CrossEntropy.others
 
-    def width(self) -> int:
-        return self.vocabulary
-
     def formula(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight), labels)
 
@@ -391,9 +389,6 @@ class FusedMLP(Companion):
         kind = f"{self.activation}{'_gated' if self.gated else ''}"
         return f"{kind}-{self.tokens}x{self.hidden}x{self.inner}"
 
-    def width(self) -> int:
-        return self.first
-
     def formula(self, x: Tensor, weight1: Tensor, weight2: Tensor, bias1: Any = None, bias2: Any = None) -> Tensor:
         activate, values = _ACTIVATIONS[self.activation], F.linear(x, weight1, bias1)
         if not self.gated:
@@ -401,7 +396,8 @@ class FusedMLP(Companion):
         values, gates = values.chunk(2, dim=-1)
         return F.linear(values * activate(gates), weight2, bias2)
 
-    def calls(self) -> dict[str, Build]:
+    @property
+    def packages(self) -> dict[str, Build]:  # type: ignore[override]
         options: dict[str, Any] = {"bias1": None, "bias2": None, "activation": self.activation, "gated": self.gated}
         found = {"flashtile": call("flashtile.fused_mlp", names=[*self.leaves][1:], **options)}
         if self.gated and self.activation == "silu":

@@ -68,8 +68,6 @@ class Companion(AnyCase):
     dtype: str
 
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
-    #: The sizes in the name; None for all of them.
-    label: ClassVar[str | None] = None
     #: Shapes of what takes a gradient, and of what the formula returns; "" is a mean over all rows.
     leaves: ClassVar[Mapping[str, str]]
     outputs: ClassVar[Mapping[str, str]]
@@ -80,7 +78,7 @@ class Companion(AnyCase):
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "out"))
     #: Rows, columns and features of the products of matrices in a forward.
     products: ClassVar[tuple[str, ...]] = ()
-    #: How "flashtile", and the packages that have the operation, are called, where no size matters.
+    #: How "flashtile", and the packages that have the operation, are called.
     packages: ClassVar[Mapping[str, Build]] = {}
 
     @property
@@ -91,8 +89,7 @@ class Companion(AnyCase):
     @property
     def size(self) -> str:
         """The part of the name between operation and dtype."""
-        sizes = {name: value for name, value in vars(self).items() if name != "dtype"}
-        return "x".join(map(str, sizes.values())) if self.label is None else self.label.format(**sizes)
+        return "x".join(str(value) for name, value in vars(self).items() if name != "dtype")
 
     def shape(self, sizes: str) -> tuple[int, ...]:
         return tuple(getattr(self, name) for name in sizes.split())
@@ -100,7 +97,8 @@ class Companion(AnyCase):
     def width(self) -> int:
         """Elements of the widest matrix of the formula, for each row of the problem."""
         shapes = {**self.leaves, **self.outputs}
-        return max(math.prod(self.shape(shapes[name])[1:]) for name in self.rowwise & shapes.keys())
+        widths = [math.prod(self.shape(shapes[name])[1:]) for name in self.rowwise & shapes.keys()]
+        return max([*widths, *(self.shape(sizes)[-1] for sizes in self.products)])
 
     def make_inputs(self, random: Random) -> Inputs:
         """Random tensors. Weights of layers are so small that a product keeps the variance."""
@@ -123,13 +121,9 @@ class Companion(AnyCase):
         """The output, or outputs, in plain PyTorch, in the dtype of the leaves, for any number of rows."""
         raise NotImplementedError
 
-    def calls(self) -> dict[str, Build]:
-        """How "flashtile", and the packages that have the operation, are called."""
-        return dict(self.packages)
-
     def ways(self) -> dict[str, Build]:
         """Name of an implementation that has the operation -> how it computes it."""
-        calls = self.calls()
+        calls = dict(self.packages)
         found: dict[str, Build] = {"eager": self.eager, "compile": self._compiled}
         if ours := calls.pop("flashtile", None):
             found |= {f"flashtile-{backend}": functools.partial(ours, backend=backend) for backend in ("triton", "cpu")}
