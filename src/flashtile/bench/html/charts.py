@@ -51,12 +51,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Part:
-    """A record on the page. `named`: the record. `title`: what it is about. `common`: what all of its cases have.
-    `charts`, `tables`: what it shows."""
+    """What a record shows on the page."""
 
     named: Named
-    title: str
-    common: str
+    title: str  # what it is about
+    common: str  # what all of its cases have
     charts: tuple[Chart, ...]
     tables: tuple[Table, ...]
 
@@ -107,9 +106,8 @@ def record_part(named: Named) -> Part:
         if rest:
             tables.append(_table(f"{_title(op, phase)}: {unit}", rest, unit, said))
     charts += rooflines(attention, named.machine)
-    kinds = list(
-        dict.fromkeys(words.describe_kind(row["op"], row["case"], bool(named.facts.get("gpu"))) for row in rows)
-    )
+    on_gpu = bool(named.facts.get("gpu"))
+    kinds = list(dict.fromkeys(words.describe_kind(row["op"], row["case"], on_gpu) for row in rows))
     title = words.listed(kinds if len(kinds) <= 4 else [*kinds[:3], f"{len(kinds) - 3} more"])
     return Part(named, title, ", ".join(said.values()), tuple(charts), tuple(tables))
 
@@ -160,33 +158,24 @@ def invariance(rows: Rows) -> list[DotChart]:
 
 def grids(rows: Rows) -> tuple[list[Table], set[str]]:
     """Chunks of queries over rows in use, ours beside the same work without a cache, and the keys of their cases."""
-    found: dict[str, list[tuple[Row, Row]]] = {}
-    dense = {case_key(row): row for row in rows if row["op"] == "serving" and row["impl"] == "dense"}
-    for row in rows:
-        case = row["case"]
-        if is_ours(row["impl"]) and case_key(row) in dense and case["Sq"] > 1 and "queries" not in case:
-            kind = json.dumps([row["impl"], {key: case[key] for key in case if key not in _SIZES}])
-            found.setdefault(kind, []).append((row, dense[case_key(row)]))
+    sizes = ("Sq", "S")
+    dense = {case_key(row): row["ms"] for row in rows if row["op"] == "serving" and row["impl"] == "dense"}
+    ours = (row for row in rows if is_ours(row["impl"]) and case_key(row) in dense)
+    chunks = [row for row in ours if row["case"]["Sq"] > 1 and "queries" not in row["case"]]
     full = []
-    for pairs in found.values():
-        counts = [len({row["case"][size] for row, _ in pairs}) for size in _SIZES]
-        if min(counts) > 1 and counts[0] * counts[1] == len(pairs):  # several of both sizes, and all pairs of them
-            full.append(sorted(pairs, key=lambda pair: [pair[0]["case"][size] for size in _SIZES]))
-    cases = [{key: pairs[0][0]["case"][key] for key in pairs[0][0]["case"] if key not in _SIZES} for pairs in full]
+    for of_kind in grouped(chunks, lambda row: json.dumps([row["impl"], _without(row["case"], *sizes)])).values():
+        counts = [len({row["case"][size] for row in of_kind}) for size in sizes]
+        if min(counts) > 1 and counts[0] * counts[1] == len(of_kind):  # several of both sizes, and all pairs of them
+            full.append(sorted(of_kind, key=lambda row: [row["case"][size] for size in sizes]))
     tables = []
-    for label, pairs in zip(words.case_labels(cases), full):
+    for label, of_kind in zip(words.case_labels([_without(one[0]["case"], *sizes) for one in full]), full):
         where = "in one piece" if label == words.NOTHING else label
         title = f"Chunks of prompts, {where}: TFLOP/s (share of the same without a cache)"
-        cells = []
-        for row, other in pairs:
-            speed = f"{figure(row['tflops'])} ({other['ms'] / row['ms']:.2f})"
-            cells.append(([f"{row['case']['Sq']:,}"], f"{row['case']['S']:,}", speed))
+        shares = [f"{figure(row['tflops'])} ({dense[case_key(row)] / row['ms']:.2f})" for row in of_kind]
+        places = [([f"{row['case']['Sq']:,}"], f"{row['case']['S']:,}") for row in of_kind]
+        cells = ((*place, share) for place, share in zip(places, shares))
         tables.append(pivot(title, ["queries over rows in use"], cells))
-    return tables, {case_key(row) for pairs in full for row, _ in pairs}
-
-
-#: The sizes of a grid.
-_SIZES = ("Sq", "S")
+    return tables, {case_key(row) for of_kind in full for row in of_kind}
 
 
 def attention_rows(named: Named) -> list[Row]:
@@ -225,7 +214,7 @@ def group_families(rows: Rows) -> tuple[list[list[Row]], list[Row]]:
 
     def kind(row: Row) -> str:
         long = isinstance(row["case"].get("S"), int) and not row["case"].get("lengths")
-        return json.dumps(long and [row["op"], row["phase"], _without_length(row["case"])], sort_keys=True)
+        return json.dumps(long and [row["op"], row["phase"], _without(row["case"], "S", "B")], sort_keys=True)
 
     found = grouped(rows, kind)
     families: list[list[Row]] = []
@@ -241,13 +230,13 @@ def group_families(rows: Rows) -> tuple[list[list[Row]], list[Row]]:
 def _labelled(rows: Rows, said: Facets | None = None) -> Iterator[tuple[str, Row]]:
     """The rows of families, each with the name of its family, without what is `said`: by default what all have."""
     families, _ = group_families(rows)
-    cases = [_without_length(family[0]["case"]) for family in families]
+    cases = [_without(family[0]["case"], "S", "B") for family in families]
     for label, family in zip(words.case_labels(cases, _said(rows) if said is None else said), families):
         yield from ((label, row) for row in family)
 
 
-def _without_length(case: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in case.items() if key not in ("S", "B")}
+def _without(case: Mapping[str, Any], *sizes: str) -> dict[str, Any]:
+    return {key: value for key, value in case.items() if key not in sizes}
 
 
 def _title(op: str | None, phase: str, label: str = "") -> str:
@@ -365,8 +354,8 @@ def by_length(records: Sequence[Named]) -> list[LineChart]:
         families = [one for one in group_families(attention_rows(named))[0] if ratios_to_best(one)]
         if families:
             common = max(families, key=lambda rows: (_likeness(rows[0]["case"]), len(rows)))
-            best = _without_length(common[0]["case"])
-            rows = [row for one in families if _without_length(one[0]["case"]) == best for row in one]
+            best = _without(common[0]["case"], "S", "B")
+            rows = [row for one in families if _without(one[0]["case"], "S", "B") == best for row in one]
             said = f" ({', '.join((named.machine, *words.common_facets([best]).values()))})"
             charts = [*speeds(rows, "tflops", "TFLOP/s"), *ratios(rows)]
             return [replace(chart, title=chart.title + said) for chart in charts]
