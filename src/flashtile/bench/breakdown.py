@@ -82,20 +82,13 @@ class Steps:
         added = scores(q, k, mask)
         weights = kept = added.softmax(dim=-1)
 
-        def drop() -> tuple[Tensor, Tensor]:
-            return torch.native_dropout(weights, dropout_p, True)
-
-        def drop_backward() -> Tensor:
-            return _aten.native_dropout_backward(dkept, self.keeps, 1 / (1 - dropout_p))
-
-        def softmax_backward() -> Tensor:
-            return _aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
-
+        dkept = dweights = torch.bmm(dout, v.transpose(1, 2))
+        drop = partial(torch.native_dropout, weights, dropout_p, True)
         if dropout_p:
             kept, self.keeps = drop()
-        dkept = dweights = torch.bmm(dout, v.transpose(1, 2))
-        if dropout_p:
+            drop_backward = partial(_aten.native_dropout_backward, dkept, self.keeps, 1 / (1 - dropout_p))
             dweights = drop_backward()
+        softmax_backward = partial(_aten._softmax_backward_data, dweights, weights, -1, weights.dtype)
         dscores = softmax_backward()
         steps: dict[str, Callable[[], Any] | None] = {
             "fwd, q kᵀ": lambda: scores(q, k, None),

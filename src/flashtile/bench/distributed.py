@@ -95,10 +95,6 @@ class Share(NamedTuple):
     layout: LayoutKind
 
 
-#: Makes the share of a case on a mesh, from the tensors of the whole sequence, and holds it open.
-Way = Callable[[ParallelCase, DeviceMesh, tuple[Tensor, ...]], Any]
-
-
 @contextmanager
 def one_gpu(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
     """All of the work on this GPU alone."""
@@ -106,54 +102,49 @@ def one_gpu(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> 
     yield Share((q, k, v), whole[3], lambda: flashtile.attention(q, k, v, causal=case.causal), "contiguous")
 
 
-def ours(strategy: Strategy) -> Way:
-    @contextmanager
-    def make(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
-        *qkv, dout = (shard_sequence(t, mesh) for t in whole)
-        leaves = tuple(t.requires_grad_() for t in qkv)
-        options: dict[str, Any] = {"mesh": mesh, "strategy": strategy, "causal": case.causal}
-        yield Share(leaves, dout, lambda: context_parallel_attention(*leaves, **options), "zigzag")
-
-    return make
+@contextmanager
+def ours(strategy: Strategy, case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
+    *qkv, dout = (shard_sequence(t, mesh) for t in whole)
+    leaves = tuple(t.requires_grad_() for t in qkv)
+    options: dict[str, Any] = {"mesh": mesh, "strategy": strategy, "causal": case.causal}
+    yield Share(leaves, dout, lambda: context_parallel_attention(*leaves, **options), "zigzag")
 
 
-def torch_context_parallel(rotation: str) -> Way:
+@contextmanager
+def torch_context_parallel(
+    rotation: str, case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]
+) -> Iterator[Share]:
     """`torch.distributed.tensor.experimental.context_parallel` around `scaled_dot_product_attention`, which it makes a
     ring. It is balanced like ours under a causal mask, and cuts runs without one."""
+    from torch.distributed.tensor.experimental import _attention as experimental
+    from torch.distributed.tensor.experimental import context_parallel
 
-    @contextmanager
-    def make(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
-        from torch.distributed.tensor.experimental import _attention as experimental
-        from torch.distributed.tensor.experimental import context_parallel
-
-        experimental.set_rotate_method(rotation)
-        experimental._cp_options.enable_load_balance = case.causal
-        layout: LayoutKind = "zigzag" if case.causal else "contiguous"
-        dout = shard_sequence(whole[3], mesh, layout=layout)
-        # It shards its buffers in place, in PyTorch's layout.
-        q, k, v = (t.transpose(1, 2).contiguous() for t in whole[:3])
-        repeats = case.H // case.Hkv
-        if repeats > 1:  # its ring does not know grouped heads
-            k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
-        buffers = [q, k, v]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(buffers)):
-            for tensor in buffers:
-                tensor.requires_grad_()
-
-            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=case.causal)
-            yield Share((q, k, v), dout, lambda: attend().transpose(1, 2), layout)
-
-    return make
+    experimental.set_rotate_method(rotation)
+    experimental._cp_options.enable_load_balance = case.causal
+    layout: LayoutKind = "zigzag" if case.causal else "contiguous"
+    dout = shard_sequence(whole[3], mesh, layout=layout)
+    # It shards its buffers in place, in PyTorch's layout.
+    q, k, v = (t.transpose(1, 2).contiguous() for t in whole[:3])
+    repeats = case.H // case.Hkv
+    if repeats > 1:  # its ring does not know grouped heads
+        k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+    buffers = [q, k, v]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(buffers)):
+        for tensor in buffers:
+            tensor.requires_grad_()
+        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=case.causal)
+        yield Share((q, k, v), dout, lambda: attend().transpose(1, 2), layout)
 
 
-#: In the order in which they are measured; the first is what efficiencies refer to.
-IMPLEMENTATIONS: dict[str, Way] = {
+#: How each makes the share of a case on a mesh, from the tensors of the whole sequence, and holds it open; in the order
+#: in which they are measured. The first is what efficiencies refer to.
+IMPLEMENTATIONS: dict[str, Callable[[ParallelCase, DeviceMesh, tuple[Tensor, ...]], Any]] = {
     "flashtile-one-gpu": one_gpu,
-    "flashtile-ring": ours("ring"),
-    "flashtile-all_to_all": ours("all_to_all"),
-    "flashtile-all_gather": ours("all_gather"),
-    "torch-cp-allgather": torch_context_parallel("allgather"),
-    "torch-cp-alltoall": torch_context_parallel("alltoall"),
+    "flashtile-ring": partial(ours, "ring"),
+    "flashtile-all_to_all": partial(ours, "all_to_all"),
+    "flashtile-all_gather": partial(ours, "all_gather"),
+    "torch-cp-allgather": partial(torch_context_parallel, "allgather"),
+    "torch-cp-alltoall": partial(torch_context_parallel, "alltoall"),
 }
 BASELINE = "flashtile-one-gpu"
 
