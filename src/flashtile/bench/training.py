@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -169,15 +170,14 @@ def _training_loss(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
     return lambda tokens: token_losses(logits(tokens[:, :-1]), tokens).mean()
 
 
-def _build_flashtile(fused_loss: bool, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
-    def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
-        config = replace(case.config, fused_loss=fused_loss)
-        model = GPT(config, device=next(iter(weights.values())).device)
-        model.load_state_dict(from_hugging_face(weights, config))
-        loss = _compiled(model.loss) if compiled else model.loss
-        return Model(list(model.parameters()), model, loss, model.train)
-
-    return build
+def _build_flashtile(
+    case: TrainCase, weights: dict[str, Tensor], fused_loss: bool = False, compiled: bool = False
+) -> Model:
+    config = replace(case.config, fused_loss=fused_loss)
+    model = GPT(config, device=next(iter(weights.values())).device)
+    model.load_state_dict(from_hugging_face(weights, config))
+    loss = _compiled(model.loss) if compiled else model.loss
+    return Model(list(model.parameters()), model, loss, model.train)
 
 
 def _compiled(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -186,50 +186,49 @@ def _compiled(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return torch.compile(loss, dynamic=False)
 
 
-def _build_transformers(attention: str, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
-    def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
-        from transformers import AutoModelForCausalLM, GPT2Config
+def _build_transformers(
+    case: TrainCase, weights: dict[str, Tensor], attention: str = "sdpa", compiled: bool = False
+) -> Model:
+    from transformers import AutoModelForCausalLM, GPT2Config
 
-        if attention == "flashtile":
-            from flashtile.integrations.transformers import register
+    if attention == "flashtile":
+        from flashtile.integrations.transformers import register
 
-            register()
-        sizes = case.config
-        dropped: dict[str, Any] = {f"{what}_pdrop": case.dropout_p for what in ("embd", "attn", "resid")}
-        config = GPT2Config(
-            vocab_size=sizes.vocabulary, n_positions=case.S, n_embd=sizes.width, n_layer=sizes.layers,
-            n_head=sizes.heads, layer_norm_epsilon=sizes.norm_eps, use_cache=False, bos_token_id=None,
-            eos_token_id=None, activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, one kernel, not eight
-            **dropped,
-        )  # fmt: skip
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        model.to(next(iter(weights.values())).device, torch.float32)
-        # Not strict: some versions have constants in their state. That every weight is in its place, the losses tell.
-        model.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]}, strict=False)
-        model.train()
+        register()
+    sizes = case.config
+    dropped: dict[str, Any] = {f"{what}_pdrop": case.dropout_p for what in ("embd", "attn", "resid")}
+    config = GPT2Config(
+        vocab_size=sizes.vocabulary, n_positions=case.S, n_embd=sizes.width, n_layer=sizes.layers,
+        n_head=sizes.heads, layer_norm_epsilon=sizes.norm_eps, use_cache=False, bos_token_id=None,
+        eos_token_id=None, activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, one kernel, not eight
+        **dropped,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model.to(next(iter(weights.values())).device, torch.float32)
+    # Not strict: some versions have constants in their state. That every weight is in its place, the losses tell.
+    model.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]}, strict=False)
+    model.train()
 
-        def logits(tokens: Tensor) -> Tensor:
-            return model(input_ids=tokens).logits
+    def logits(tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens).logits
 
-        loss = _training_loss(logits)
-        return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss, model.train)
-
-    return build
+    loss = _training_loss(logits)
+    return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss, model.train)
 
 
-def _transformers(name: str, attention: str, compiled: bool = False, **more: Any) -> Implementation:
-    build, package = _build_transformers(attention, compiled), ("transformers", "transformers")
-    return Implementation(f"transformers-{name}", build=build, package=package, **more)
+def _transformers(name: str, default: bool = True, **how: Any) -> Implementation:
+    build, package = partial(_build_transformers, **how), ("transformers", "transformers")
+    return Implementation(f"transformers-{name}", build=build, package=package, default=default)
 
 
 IMPLEMENTATIONS = (
-    Implementation("flashtile", build=_build_flashtile(fused_loss=False)),
-    Implementation("flashtile-fused-loss", build=_build_flashtile(fused_loss=True)),
-    Implementation("flashtile-compile", build=_build_flashtile(fused_loss=False, compiled=True)),
-    _transformers("eager", "eager"),
-    _transformers("sdpa", "sdpa"),
-    _transformers("compile", "sdpa", compiled=True),
-    _transformers("flashtile", "flashtile", default=False),
+    Implementation("flashtile", build=_build_flashtile),
+    Implementation("flashtile-fused-loss", build=partial(_build_flashtile, fused_loss=True)),
+    Implementation("flashtile-compile", build=partial(_build_flashtile, compiled=True)),
+    _transformers("eager", attention="eager"),
+    _transformers("sdpa"),
+    _transformers("compile", compiled=True),
+    _transformers("flashtile", attention="flashtile", default=False),
     Implementation("plain", build=build_plain, default=False),
 )
 
@@ -242,8 +241,7 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 
 
 class Training(Steps[Tensor]):
-    """Steps on tokens `[B, S + 1]`. `model`: what is trained. `tokens`: the batch. `autocast`: products are bfloat16.
-    `batch`: sequences whose gradients are made at once; None = all. `drops`: the model has dropout."""
+    """Steps on tokens `[B, S + 1]`. `batch`: sequences whose gradients are made at once; None = all."""
 
     def __init__(
         self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None, drops: bool = False

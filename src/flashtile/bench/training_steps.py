@@ -101,10 +101,8 @@ class Steps(Generic[Batch]):
             self._train(True)
 
     def first_losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Takes steps on one batch, without dropout: losses of tokens before and after, and those of the steps.
-
-        With dropout the weights are then set back, and the optimizer begins again.
-        """
+        """Takes steps on one batch, without dropout: losses of tokens before and after, and those of the steps. With
+        dropout the weights are then set back, and the optimizer begins again."""
         if not self._drops:
             return self._step_losses(batch)
         start = [parameter.detach().clone() for parameter in self._parameters]
