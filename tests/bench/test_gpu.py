@@ -3,26 +3,13 @@
 import pytest
 import torch
 
+from flashtile.bench import companion_cases as ops
 from flashtile.bench import implementations as attention
 from flashtile.bench import runner
 from flashtile.bench.base import half_dtype
 from flashtile.bench.card import MACHINE, public
 from flashtile.bench.cases import Case
 from flashtile.bench.commands import measure
-from flashtile.bench.companion_cases import (
-    CausalSoftmax,
-    Copy,
-    CrossEntropy,
-    DropoutAddLayerNorm,
-    DropoutAddRMSNorm,
-    FusedDense,
-    FusedMLP,
-    LayerNorm,
-    LinearCrossEntropy,
-    MaskedSoftmax,
-    RMSNorm,
-    Rotary,
-)
 from flashtile.bench.companions import IMPLEMENTATIONS, CompanionProblem, Random, evaluate
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.report import verdict_table
@@ -35,19 +22,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
 CUDA = torch.device("cuda")
 CASES = [
-    Copy("bf16", 1024),
-    LayerNorm("bf16", 512, 1024),
-    RMSNorm("bf16", 512, 1024),
-    DropoutAddLayerNorm("bf16", 512, 1024, 0.1),
-    DropoutAddRMSNorm("bf16", 512, 1024),
-    Rotary("bf16", 2, 128, 8, 128),
-    CausalSoftmax("bf16", 2, 2, 512),
-    MaskedSoftmax("bf16", 2, 2, 512),
-    CrossEntropy("bf16", 256, 2048),
-    LinearCrossEntropy("bf16", 512, 256, 2048),
-    FusedDense("bf16", 512, 256, 1024),
-    FusedMLP("bf16", 512, 256, 1024, "gelu_tanh"),
-    FusedMLP("bf16", 512, 256, 1024, "silu", gated=True),
+    ops.Copy("bf16", 1024),
+    ops.LayerNorm("bf16", 512, 1024),
+    ops.RMSNorm("bf16", 512, 1024),
+    ops.DropoutAddLayerNorm("bf16", 512, 1024, 0.1),
+    ops.DropoutAddRMSNorm("bf16", 512, 1024),
+    ops.Rotary("bf16", 2, 128, 8, 128),
+    ops.CausalSoftmax("bf16", 2, 2, 512),
+    ops.MaskedSoftmax("bf16", 2, 2, 512),
+    ops.CrossEntropy("bf16", 256, 2048),
+    ops.LinearCrossEntropy("bf16", 512, 256, 2048),
+    ops.FusedDense("bf16", 512, 256, 1024),
+    ops.FusedMLP("bf16", 512, 256, 1024, "gelu_tanh"),
+    ops.FusedMLP("bf16", 512, 256, 1024, "silu", gated=True),
 ]
 
 MASKED = [
@@ -88,14 +75,14 @@ def test_peers_are_right_or_say_why_not(case):
 
 def test_peak_memory_holds_neither_inputs_nor_gradients():
     """Eager cross-entropy keeps the log-softmax, of the logits' size, and makes its gradient from nothing else."""
-    case = CrossEntropy("bf16", 4096, 8192)
+    case = ops.CrossEntropy("bf16", 4096, 8192)
     rows = run(case, [each for each in IMPLEMENTATIONS if each.name == "eager"], CompanionProblem)
     (peak,) = [row["peak_mib"] for row in rows if "peak_mib" in row]
     assert 64 <= peak < 2.5 * 64
 
 
 def test_formula_is_that_of_a_cpu():
-    case = LayerNorm("fp32", 64, 128)
+    case = ops.LayerNorm("fp32", 64, 128)
     inputs = case.make_inputs(Random(CUDA, torch.float32))
     found = evaluate(case, inputs, inputs.others, torch.float64)
     inputs.leaves = {name: leaf.cpu() for name, leaf in inputs.leaves.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile.bench.cases import Case, packed_case
+from flashtile.bench.cases import Case
 from flashtile.bench.companion_cases import Copy, LayerNorm, RMSNorm
 from flashtile.bench.record import geometric_mean, make_row, peers, ratios_to_best, ratios_to_peer
 from flashtile.bench.registry import case_name
@@ -39,27 +39,13 @@ def test_ratios_compare_with_the_fastest_peer_of_each_case():
     found = ratios_to_best(ROWS)
     assert [(ratio.peer, ratio.value) for ratio in found] == [("fast", 0.5), ("slow", 2.0)]
     assert geometric_mean(ratio.value for ratio in found) == pytest.approx(1.0)
+    assert ratios_to_best([row("flashtile-cpu", 0, 1.0), row("fast", 0, 1.0, phase="bwd")]) == []
+    assert math.isnan(geometric_mean([])) and peers([*ROWS, row("never", 0, None, why="x")]) == ["fast", "slow"]
 
 
 def test_ratios_to_one_peer_leave_out_what_it_did_not_run():
     assert [ratio.value for ratio in ratios_to_peer(ROWS, "fast")] == [0.5]
     assert [ratio.value for ratio in ratios_to_peer(ROWS, "slow")] == [4.0, 2.0]
-
-
-def test_phases_are_not_mixed():
-    assert ratios_to_best([row("flashtile-cpu", 0, 1.0), row("fast", 0, 1.0, phase="bwd")]) == []
-
-
-def test_no_ratio_for_us_without_a_speed():
-    assert ratios_to_best([row("flashtile-cpu", 0, None, why="wrong"), row("fast", 0, 1.0)]) == []
-
-
-def test_geometric_mean_of_nothing_is_nan():
-    assert math.isnan(geometric_mean([]))
-
-
-def test_peers_have_a_speed_somewhere():
-    assert peers([*ROWS, row("never", 0, None, why="x")]) == ["fast", "slow"]
 
 
 def test_speed_table_shows_speeds_gaps_and_ratios():
@@ -89,11 +75,6 @@ def test_means_are_those_of_each_of_our_implementations_phases_and_tables():
         for phase in ("fwd", "bwd")
     ]
     assert len(of_window.lines) == len(default.lines)
-
-
-def test_a_packed_case_is_named():
-    packed = packed_case([3, 9], heads=4, head_dim=64, causal=False).record()
-    assert case_name({"op": "attention", "case": packed}) == "b2-h4-d64-full-packed12-bf16"
 
 
 @each_case("path", sorted(RECORDS.glob("*attention*.json")))

@@ -12,7 +12,7 @@ import torch
 
 import flashtile
 from flashtile.bench import implementations, oracle, runner, timing
-from flashtile.bench.base import Implementation, select_implementations
+from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.commands import command_line, measure
 from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile, hopper_limits, torch_varlen_options
@@ -158,24 +158,6 @@ def test_nan_gets_no_speed_and_a_valid_record(tmp_path):
     assert json.loads((tmp_path / "record.json").read_text())["rows"] == rows
 
 
-def test_one_wrong_head_is_found_when_all_are_checked():
-    def spoil(out):
-        factor = torch.ones(out.shape[2]).index_fill_(0, torch.tensor([1]), 1.1)
-        return out * factor[:, None]
-
-    assert all(row["ms"] is None for row in run_case(SMALL, [reference(change=spoil)], CPU))
-
-
-def test_exceptions_and_unsupported_cases_are_reasons():
-    def fail(out):
-        raise RuntimeError("first line\nsecond line")
-
-    failing = reference("failing", change=fail)
-    unable = reference("unable", unsupported=lambda case, device: "not today")
-    rows = run_case(SMALL, [failing, unable], CPU)
-    assert [row["why"] for row in rows] == ["RuntimeError: first line"] * 2 + ["not today"] * 2
-
-
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
 def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
     inputs = make_inputs(case, CPU)
@@ -234,13 +216,6 @@ def test_oracle_counts_the_work_of_documents_and_packed_sequences_one_by_one(mon
 def test_a_large_plain_computation_is_refused_before_it_starts():
     case = Case(64, 65536, 64, 64, 64, 64, dtype="fp32")
     assert "S×S matrices would take" in peer("sdpa-math").unsupported(case, CPU)
-
-
-def test_selecting_implementations():
-    names = [each.name for each in select_implementations(IMPLEMENTATIONS, [], torch.device("cuda"))]
-    assert names[:2] == ["flashtile-hopper", "flashtile-triton"] and {"fa4", "torch-varlen"} <= set(names)
-    with pytest.raises(ValueError, match=r"--impl: no fa4 on cpu; there are: .*flashtile-cpu"):
-        select_implementations(IMPLEMENTATIONS, ["fa4"], CPU)
 
 
 _DROPPED = Case(2, 48, 2, 2, 16, 16, causal=True, dropout_p=0.3, dtype="fp32")

@@ -8,8 +8,7 @@ import torch
 
 import flashtile
 from flashtile.bench import runner
-from flashtile.bench.base import Implementation, select_implementations
-from flashtile.bench.commands import as_arguments, ours
+from flashtile.bench.base import Implementation
 from flashtile.bench.record import ratios_to_best, ratios_to_peer
 from flashtile.bench.registry import BENCHMARKS, case_name, find_case
 from flashtile.bench.report import mean_tables, speed_tables
@@ -136,12 +135,6 @@ def test_a_record_has_yardsticks_that_are_no_peers(tmp_path):
     assert [table.title for table in mean_tables(rows)] == [
         f"Our speed over the peers': serving: {kind}" for kind in ("chunks of prompts", "decoding")
     ]
-
-
-def test_arguments_and_our_implementations():
-    assert ours("serving", CPU) == ["flashtile-cpu", "flashtile-unshared"]
-    assert as_arguments("serving", {"impl": ["fa4"], "quick": True}, CPU) == ["serving", "--impl", "fa4", "--quick"]
-    assert [each.name for each in select_implementations(IMPLEMENTATIONS, [], CUDA)][-1] == "fa4"
 
 
 @pytest.mark.gpu
