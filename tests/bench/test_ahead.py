@@ -89,10 +89,6 @@ def test_every_phase_of_a_companion_is_called_once(monkeypatch):
     assert sorted(calls) == [(8, False), (8, True), (16, False), (16, True)]
 
 
-def test_a_failure_is_left_to_the_measuring_process(seen):
-    call_once("attention", CASES[0], "failing", "cpu")
-
-
 def test_processes_do_not_start_compilers_of_their_own():
     from torch._inductor import config
 

@@ -18,16 +18,12 @@ from flashtile.testing import assert_same
 from support.running.command_line import invoke
 from support.running.each_case import each_case
 
+pytestmark = pytest.mark.usefixtures("short_measuring")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case(2, 24, 3, 3, 8, 8, causal=True, dropout_p=0.25, dtype="fp64")
 FORWARD = ["q kᵀ", "mask", "softmax", "dropout", "weights · v"]
 BACKWARD = ["dout · vᵀ", "dv", "dropout, backward", "softmax, backward", "dq", "dk"]
-
-
-@pytest.fixture(autouse=True)
-def short_measuring(monkeypatch):
-    monkeypatch.setattr(runner, "_ROUNDS", 1)
-    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
 
 
 @each_case("causal", [False, True])

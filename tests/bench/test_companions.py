@@ -257,11 +257,6 @@ def _unreachable(others):
     raise RuntimeError("unreachable\nand more")
 
 
-def test_no_row_where_an_implementation_has_no_such_operation():
-    elsewhere = Implementation("quack", ("cpu",), package=("no_such_package", "no-such-package"))
-    assert runner.run_case(ops.CausalSoftmax("fp32", 1, 1, 4), [elsewhere], CPU, CompanionProblem) == []
-
-
 def test_results_are_those_of_fresh_inputs():
     """A peer that writes over its input is judged by its first call, not by what it made of the input since."""
     case = ops.RMSNorm("fp32", 3, 8)

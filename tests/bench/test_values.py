@@ -46,11 +46,6 @@ def test_made_values_differ_from_normal_ones_as_they_say(values: str) -> None:
     assert torch.equal(k[:, others], normal_k[:, others])
 
 
-def test_only_the_forward_of_other_values_is_measured() -> None:
-    assert AttentionProblem(Case(**{**_CASE.record(), "values": "shifted"}), CPU).phases == ("fwd",)
-    assert AttentionProblem(_CASE, CPU).phases == ("fwd", "bwd")
-
-
 def test_a_case_with_other_values_is_measured_and_named() -> None:
     case = Case(**{**_CASE.record(), "values": "q-times-8"})
     rows = run_case(case, select_implementations(IMPLEMENTATIONS, ["flashtile-cpu"], CPU), CPU, AttentionProblem, 0.01)

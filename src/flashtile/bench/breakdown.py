@@ -122,7 +122,12 @@ class BreakdownProblem(AttentionProblem):
     dense, plain or causal, perhaps with dropout, or its matrices do not fit the device's memory."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        _check_memory(case, device)
+        needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
+        if needed > (free := free_memory(device)):
+            raise UserError(
+                f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
+                f"{free / 2**30:.0f} are free; take a smaller --batch or --seq"
+            )
         q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in case.shapes())
         try:  # asks about the call instead of making it: steps have no checks of their own
             flashtile.explain(q, k, v, causal=case.causal, dropout_p=case.dropout_p, device=device)
@@ -144,12 +149,3 @@ class BreakdownProblem(AttentionProblem):
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         return {}
-
-
-def _check_memory(case: Case, device: torch.device) -> None:
-    needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
-    if needed > (free := free_memory(device)):
-        raise UserError(
-            f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
-            f"{free / 2**30:.0f} are free; take a smaller --batch or --seq"
-        )

@@ -6,6 +6,7 @@ A row's `timer` says how it was timed: "cuda-graph", "cuda-events", "perf-counte
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -133,24 +134,15 @@ def read_record(path: Path) -> Record:
                 f"record: expected rows with {', '.join(_OF_EVERY_ROW)} in {path}, got row {number}: {str(row)[:80]}; "
                 "`flashtile bench -o` writes such"
             )
-        if wrong := _wrong_measure(row):
-            raise UserError(
-                f"record: expected times above 0 and finite speeds and sizes in {path}, got {wrong} in row {number}; "
-                "take the row out, or write null for what was not measured"
-            )
+        for name in _MEASURED:
+            value = row.get(name)
+            finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if value is not None and not (finite and (value > 0 if name == "ms" else value >= 0)):
+                raise UserError(
+                    f"record: expected times above 0 and finite speeds and sizes in {path}, got {name} {value!r} in "
+                    f"row {number}; take the row out, or write null for what was not measured"
+                )
     return record
-
-
-def _wrong_measure(row: Row) -> str | None:
-    """The first of a row's measured values that is none, as text."""
-    for name in _MEASURED:
-        value = row.get(name)
-        if value is None:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and name == "ms"):
-            return f"{name} {value!r}"
-    return None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -236,10 +228,9 @@ def versions() -> dict[str, str | None]:
     packages = importlib.metadata.packages_distributions().get("triton", []) if installed("triton") else []
     found["triton"] = importlib.metadata.version(packages[0]) if packages else None
     for package in _PEER_PACKAGES:
-        try:
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
     return found
 
 
@@ -256,12 +247,10 @@ def commit() -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
+    with contextlib.suppress(OSError):  # not Linux
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
     return platform.processor() or platform.machine()
 
 

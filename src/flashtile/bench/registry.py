@@ -106,10 +106,6 @@ def _either(name: str, /, **changes: Any) -> Implementation:
     return replace(of_attention, build=build, unsupported=unsupported, default=True, **changes)
 
 
-def _either_problem(case: Any, device: torch.device) -> Any:
-    return oracle.AttentionProblem(case, device) if isinstance(case, Case) else serving.ServingProblem(case, device)
-
-
 #: With and without the batch-invariant mode, beside peers that promise less.
 _MODES = (
     _either(DEFAULT),
@@ -136,7 +132,8 @@ BENCHMARKS = {
         serving.IMPLEMENTATIONS, serving.ServingProblem,
     ),
     "invariance": Benchmark(
-        "Batch-invariant mode", {}, _invariance_tables, _MODES, _either_problem,
+        "Batch-invariant mode", {}, _invariance_tables, _MODES,
+        lambda case, on: (oracle.AttentionProblem if isinstance(case, Case) else serving.ServingProblem)(case, on),
     ),
     "train": Benchmark(
         "Training", {"train-step": training.TrainCase}, lambda device: {"all": training.training_cases(device)},

@@ -22,24 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Light and dark: told apart by colour-blind readers (the first by Okabe and Ito), with the marks also without colour.
-LIGHT = (
-    *("#0072b2", "#d55e00", "#007d5c", "#a2457f", "#8a6d00"),
-    *("#5e35b1", "#c62828", "#00838f", "#6d4c41", "#555555"),
-)
-DARK = (
-    *("#56b4e9", "#ff9a4d", "#3ddbad", "#f29ccb", "#f0d43a"),
-    *("#b39ddb", "#ff8a80", "#4dd0e1", "#d7b49e", "#bdbdbd"),
-)
+LIGHT = ["#0072b2", "#d55e00", "#007d5c", "#a2457f", "#8a6d00", "#5e35b1", "#c62828", "#00838f", "#6d4c41", "#555555"]
+DARK = ["#56b4e9", "#ff9a4d", "#3ddbad", "#f29ccb", "#f0d43a", "#b39ddb", "#ff8a80", "#4dd0e1", "#d7b49e", "#bdbdbd"]
 _MARKS = ("o", "s", "^", "D", "v", "P")
 #: Colours that matplotlib writes -> those of the page's style sheet, which knows light and dark.
 _INK, _SOFT, _RULE, _BOX = "#010101", "#020202", "#030303", "#040404"
-_VARIABLES = {
-    _INK: "var(--ink)",
-    _SOFT: "var(--soft)",
-    _RULE: "var(--rule)",
-    _BOX: "var(--box)",
-    **{colour: f"var(--c{i})" for i, colour in enumerate(LIGHT)},
-}
+_VARIABLES = {_INK: "var(--ink)", _SOFT: "var(--soft)", _RULE: "var(--rule)", _BOX: "var(--box)"}
+_VARIABLES |= {colour: f"var(--c{i})" for i, colour in enumerate(LIGHT)}
 
 #: In inches. Letters of 9.5 points stay readable where a phone shows this in 330 pixels.
 _WIDTH, _HEIGHT = 4.2, 2.7
