@@ -304,18 +304,6 @@ def test_autocast_makes_it_another_call():
             flashtile.attention(*mixed)
 
 
-@pytest.mark.unpoisoned
-def test_the_deterministic_mode_makes_it_another_call():
-    keys = []
-    for mode in (False, True):
-        torch.use_deterministic_algorithms(mode)
-        try:
-            keys.append(repeated.call_key(*inputs(), False, "bottom_right", None, None, None, False, False, "auto"))
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert None not in keys and keys[0] != keys[1]
-
-
 def test_what_observes_a_call_still_does():
     q, k, v = inputs()
     expected = flashtile.attention(q, k, v)
@@ -359,17 +347,6 @@ def test_hooks_of_saved_tensors_may_change_the_layout():
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
         assert same(forward_backward(qkv), expected)
     assert len(unpacked) == 5
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant):
-    qkv = inputs()
-    expected = torch.autograd.grad(flashtile.attention(*qkv).sum(), qkv)
-    out = torch.utils.checkpoint.checkpoint(flashtile.attention, *qkv, use_reentrant=reentrant)
-    for tensor in qkv:
-        tensor.grad = None
-    out.sum().backward()
-    assert same([tensor.grad for tensor in qkv], [*expected])  # type: ignore[misc]
 
 
 def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch):

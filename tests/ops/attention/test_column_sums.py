@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.ops.attention.cpu import tiles
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
+from support.attention.cpu_tiles import use_small_tiles
 from support.running.covering import turns
 from support.running.places import places
 
@@ -42,9 +42,7 @@ def check(case: AttentionCase, backend: str, device: str = "cpu") -> Tensor:
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "_TILE_ROWS", 16)
-    monkeypatch.setattr(tiles, "_TILE_KEYS", 16)
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 16 * 16 // torch.get_num_threads())
+    use_small_tiles(monkeypatch, 16)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -44,7 +44,6 @@ def seed(*shape: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> 
 _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] = {
     (dense, TypeError): [
         ({"q": [[1.0]]}, "q: expected a torch.Tensor", "got list", "torch.as_tensor"),
-        ({"q": None}, "q: expected a torch.Tensor", "got NoneType"),
         ({"k": numpy.zeros((2, 5, 2, 8))}, "k: expected a torch.Tensor", "got ndarray"),
         ({"v": 1.0}, "v: expected a torch.Tensor", "got float"),
         ({"q": zeros(2, 4, 2, 8).to_sparse()}, "q: expected a dense tensor", "sparse_coo; pass q."),
@@ -54,7 +53,6 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({name: zeros(2, 4, 2, 8, dtype=torch.int32) for name in "qkv"},
          "q, k, v: expected dtype float16, bfloat16, float32 or float64", "got torch.int32", "cast"),
         ({"causal": "no"}, "causal: expected True or False", "got 'no'", "bool"),
-        ({"causal": torch.tensor(True)}, "causal: expected True or False", "got tensor"),
         ({"deterministic": 1}, "deterministic: expected True or False", "got 1"),
         ({"window": 4}, "window: expected a pair (left, right)", "got 4", "None"),
         ({"window": (1, 2, 3)}, "window: expected a pair", "(1, 2, 3)"),
@@ -64,23 +62,16 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({"scale": torch.tensor(0.5)}, "scale: expected a float", "Tensor", "multiply q"),
         ({"scale": "0.5"}, "scale: expected a float", "got '0.5'"),
         ({"scale": True}, "scale: expected a float", "got True"),
-        ({"scale": 1j}, "scale: expected a float", "got 1j"),
-        ({"dropout_p": "0.1"}, "dropout_p: expected a float", "got '0.1'"),
-        ({"dropout_p": None}, "dropout_p: expected a float", "got None"),
         ({"dropout_p": False}, "dropout_p: expected a float", "got False"),
-        ({"dropout_p": torch.tensor(0.0)}, "dropout_p: expected a float", "Tensor"),
         ({"dropout_seed": 7}, "dropout_seed: expected an int64 tensor", "got int", "draw_"),
         ({"dropout_seed": seed(2, dtype=torch.int32)}, "dropout_seed: expected dtype int64"),
         ({"is_causal": True}, "flashtile.attention has no argument is_causal", "it is called causal"),
         ({"key_lengths": [1, 2]}, "key_lengths: expected an int32 or int64 tensor", "list"),
         ({"key_lengths": zeros(2)}, "key_lengths: expected dtype int32", "got torch.float32"),
         ({"softcap": torch.tensor(2.0)}, "softcap: expected a float", "Tensor", "pass"),
-        ({"softcap": "2"}, "softcap: expected a float", "got '2'"),
-        ({"softcap": True}, "softcap: expected a float", "got True"),
         ({"bias": [0.0] * 5}, "bias: expected a torch.Tensor", "got list"),
         ({"bias": zeros(3, 5, dtype=torch.float16)}, "bias: expected the dtype of q, torch.float32",
          "got torch.float16", "cast"),
-        ({"bias": zeros(3, 5, dtype=torch.float64)}, "bias: expected", "got torch.float64"),
         ({"bias": zeros(3, 5, dtype=torch.bool)}, "bias: expected the dtype of q", "bool"),
         ({**{name: zeros(2, 4, 2, 8, dtype=torch.bfloat16) for name in "qkv"}, "bias": zeros(4, dtype=torch.float16)},
          "bias: expected the dtype of q, torch.bfloat16, or torch.float32", "got torch.float16"),
@@ -92,18 +83,14 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
          "got torch.float64", "cast"),
         ({"sinks": [0.0] * 4}, "sinks: expected a torch.Tensor", "got list"),
         ({"sinks": zeros(4, dtype=torch.float64)}, "sinks: expected dtype", "got torch."),
-        ({"sinks": zeros(4, dtype=torch.int64)}, "sinks: expected dtype", "got torch.int64"),
         ({**{name: zeros(2, 4, 2, 8, dtype=torch.float64) for name in "qkv"}, "sinks": zeros(2)},
          "sinks: expected dtype torch.float64", "got torch.float32"),
     ],
     (dense, ValueError): [
         ({"q": zeros(3, 4, 8)}, "q: expected 4 dimensions [batch, seq, heads, head_dim]", "got shape (3, 4, 8)",
          "attention_varlen"),
-        ({"v": zeros(8)}, "v: expected 4 dimensions", "got shape (8,)"),
         ({"k": zeros(2, 5, 2, 8, device="meta")}, "k: expected the device of q, cpu", "got meta", "move"),
-        ({"q": zeros(2, 3, 4, 8, device="meta")}, "k: expected the device of q, meta"),
         ({"v": zeros(2, 4, 2, 8)}, "v: expected the batch, seq, heads of k", "got (2, 4, 2)"),
-        ({"v": zeros(2, 5, 1, 8)}, "v: expected", "(2, 5, 2)", "got (2, 5, 1)"),
         ({"q": zeros(3, 3, 4, 8)}, "k: expected the batch size of q, 3", "got 2", "expand"),
         ({"q": zeros(2, 3, 4, 9)}, "k: expected the head_dim of q, 9", "got 8"),
         ({"q": zeros(1, 1, 1, 513), "k": zeros(1, 1, 1, 513), "v": zeros(1, 1, 1, 4)},
@@ -111,16 +98,12 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({"v": zeros(2, 5, 2, 513)}, "v: expected head_dim from 1 to 512", "got 513"),
         ({"v": zeros(2, 5, 2, 0)}, "v: expected head_dim from 1 to 512", "got 0"),
         ({"q": zeros(2, 3, 3, 8)}, "k, v: expected a number of heads that divides the 3 of q", "got 2"),
-        ({"q": zeros(2, 3, 1, 8)}, "divides the 1 of q", "got 2"),
         ({"k": zeros(2, 5, 0, 8), "v": zeros(2, 5, 0, 8)}, "divides the 4 of q", "got 0"),
         ({"align": "middle"}, "align: expected one of 'bottom_right', 'top_left'", "'middle'; "),
         ({"window": (-1, 0)}, "window: expected left from 0", "got -1", "None"),
         ({"window": (0, 2**31)}, "window: expected right from 0", "got 2147483648"),
         ({"scale": float("nan")}, "scale: expected a finite number", "got nan", "leave"),
-        ({"scale": -float("inf")}, "scale: expected a finite number", "got -inf"),
         ({"scale": 10**400}, "scale: expected a number that a float holds", "1.8e308"),
-        ({"softcap": 10**400}, "softcap: expected a number that a float holds"),
-        ({"dropout_p": 10**400}, "dropout_p: expected a number that a float holds"),
         ({"scale": -1e39}, "scale: expected a magnitude of at most 2.3e+38", "got -1e+39"),
         ({"dropout_p": 1.0}, "dropout_p: expected a probability in [0, 1)", "got 1.0"),
         ({"dropout_p": -0.1}, "dropout_p: expected a probability", "got -0.1"),
@@ -128,14 +111,11 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({"dropout_seed": seed(3)}, "dropout_seed: expected shape (2,)", "got (3,)"),
         ({"dropout_seed": seed(2, device="meta")}, "dropout_seed: expected the device"),
         ({"backend": "cuda"}, "backend: expected one of 'auto'", "got 'cuda'; 'auto'"),
-        ({"backend": None}, "backend: expected one of", "got None"),
         ({"key_lengths": seed(3)}, "key_lengths: expected shape (2,)", "got (3,)"),
-        ({"key_lengths": seed(2, 1)}, "key_lengths: expected shape (2,)", "(2, 1); it"),
         ({"key_lengths": seed(2, device="meta")}, "key_lengths: expected the device of q"),
         ({"key_lengths": cumulative(2, -1)}, "key_lengths: expected", "got -1"),
         ({"key_lengths": cumulative(2, 9)}, "key_lengths: expected lengths of at most", "got 9"),
         ({"softcap": -1.0}, "softcap: expected a finite number", "got -1.0", "leave"),
-        ({"softcap": float("inf")}, "softcap: expected a finite number", "got inf"),
         ({"softcap": float("nan")}, "softcap: expected a finite number", "got nan"),
         ({"softcap": 1e39}, "softcap: expected at most 2.3e+38", "got 1e+39"),
         ({"softcap": 1e-30, "scale": 1e10}, "as much of scale / softcap", "got 1e-30"),
@@ -144,8 +124,6 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({"bias": zeros(2, 5)}, "got [2, 5]", "for padded keys bias[:, None, None]"),
         ({"mask": zeros(2, 5).bool()}, "of size 1, for padded keys mask[:, None, None]"),
         ({"mask": zeros(2, 3, 5).bool()}, "of size 1, for all heads mask[:, None]"),
-        ({"bias": zeros(2, 3, 5)}, "bias: expected a shape that", "got [2, 3, 5]"),
-        ({"bias": zeros(3, 1, 1, 5)}, "bias: expected a shape that", "got [3, 1, 1, 5]"),
         ({"bias": zeros(1, 2, 4, 3, 5)}, "bias: expected a shape", "got [1, 2, 4, 3, 5]"),
         ({"bias": zeros(0)}, "bias: expected a shape that broadcasts", "got [0]"),
         ({"bias": zeros(5, device="meta")}, "bias: expected the device of q", "got meta"),
@@ -155,7 +133,6 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({"alibi_slopes": zeros(2)}, "alibi_slopes: expected shape [heads_q] = [4] or [batch, heads_q] = [2, 4]",
          "got [2]", "query heads"),
         ({"alibi_slopes": zeros(1, 4)}, "alibi_slopes: expected shape", "got [1, 4]"),
-        ({"alibi_slopes": zeros()}, "alibi_slopes: expected shape", "got []"),
         ({"alibi_slopes": zeros(4, device="meta")}, "alibi_slopes: expected the device"),
         ({"sinks": zeros(2)}, "sinks: expected shape [heads_q] = [4]", "got [2]"),
         ({"sinks": zeros(2, 4)}, "sinks: expected shape", "one logit", "got [2, 4]; "),
@@ -163,20 +140,17 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
     ],
     (packed, TypeError): [
         ({"q": numpy.zeros((5, 2, 8))}, "q: expected a torch.Tensor", "got ndarray"),
-        ({"dropout_p": 0.1, "dropout_seed": 7}, "dropout_seed: expected"),
         ({"cu_seqlens_q": None}, "cu_seqlens_q: expected a torch.Tensor", "NoneType"),
         ({"cu_seqlens_k": [0, 5]}, "cu_seqlens_k: expected a torch.Tensor", "got list"),
         ({"cu_seqlens_q": zeros(3)}, "cu_seqlens_q: expected dtype int32 or int64"),
         ({"max_seqlen_q": torch.tensor(3)}, "max_seqlen_q", "Tensor", "leave"),
         ({"max_seqlen_k": 3.5}, "max_seqlen_k: expected an int", "got 3.5"),
         ({"max_seqlen_k": True}, "max_seqlen_k: expected an int", "got True"),
-        ({"max_seqlen_q": "3"}, "max_seqlen_q: expected an int", "got '3'"),
     ],
     (packed, ValueError): [
         ({"k": zeros(1, 5, 2, 8)}, "k: expected 3 dimensions [total, heads, head_dim]", "got shape (1, 5, 2, 8)",
          "flashtile.attention"),
         ({"key_lengths": cumulative(2, 9)}, "number of keys", "at index 1"),
-        ({"key_lengths": seed(5)}, "key_lengths: expected shape (2,)"),
         ({"cu_seqlens_q": seed(3, 1)}, "cu_seqlens_q: expected shape (batch + 1,)"),
         ({"cu_seqlens_q": seed(0)}, "cu_seqlens_q", "got (0,)", "empty batch"),
         ({"cu_seqlens_k": cumulative(0, 5)}, "cu_seqlens_k: expected shape (3,)", "got (2,)"),
@@ -193,9 +167,6 @@ _WRONG: dict[tuple[Callable[..., Any], type[Exception]], list[tuple[Any, ...]]] 
         ({"bias": zeros(3, 3), "max_seqlen_q": 3}, "max_seqlen_q, max_seqlen_k: expected both"),
         ({"bias": zeros(2, 1, 3, 3), "max_seqlen_q": 3, "max_seqlen_k": 3},
          "bias: expected a shape that broadcasts to", "= [1, 2, 3, 3]", "max_seqlen_k", "got [2, 1, 3, 3]"),
-        ({"bias": zeros(5, 5), "max_seqlen_q": 3, "max_seqlen_k": 3}, "bias: expected a shape that broadcasts to",
-         "got [5, 5]"),
-        ({"mask": zeros(3, 3, dtype=torch.bool)}, "max_seqlen_q, max_seqlen_k"),
         ({"alibi_slopes": zeros(3, 2)}, "= [2, 2], got [3, 2]"),
     ],
 }  # fmt: skip
@@ -264,7 +235,7 @@ def test_sizes_of_a_dropout_mask(name, size, error):
         flashtile.dropout_mask(torch.tensor([1, 2]), 0.5, **sizes)
 
 
-def test_values_are_read_on_a_gpu_only_on_request(monkeypatch):
+def test_values_are_read_on_a_gpu_only_on_request_and_while_no_graph_is_captured(monkeypatch):
     # A stand-in for a GPU tensor: what matters is only the type of its device.
     class OnGpu:
         device = torch.device("cuda")
@@ -275,13 +246,6 @@ def test_values_are_read_on_a_gpu_only_on_request(monkeypatch):
     monkeypatch.setattr(checks, "CHECK_VALUES", True)
     assert checks.readable(OnGpu())
     assert checks.read_on_request(torch.zeros(1))
-
-
-def test_values_are_not_read_while_a_graph_is_captured(monkeypatch):
-    class OnGpu:
-        device = torch.device("cuda")
-
-    monkeypatch.setattr(checks, "CHECK_VALUES", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not checks.readable(OnGpu())
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.testing import Size, assert_close
+from support.attention.cpu_tiles import use_only_tiles
 from support.attention.far_alibi import check as check_far_alibi
 
 
@@ -45,9 +46,7 @@ def check(backend: str, device: str = "cpu", more: str = "", batch: int = 4) -> 
 @pytest.mark.parametrize("by_torch, more", [(True, ""), (False, ""), (False, "sinks and bias")])
 def test_cpu(by_torch, more, monkeypatch):
     if not by_torch:
-        from flashtile.ops.attention import cpu
-
-        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+        use_only_tiles(monkeypatch)
     check("cpu", more=more)
 
 

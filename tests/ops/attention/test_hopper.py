@@ -81,7 +81,6 @@ from support.compilation.machine_code import (
     check_fit,
     check_products,
     described,
-    described_call,
     float32_forward_sources,
     hopper_config,
     hopper_plan,
@@ -273,7 +272,6 @@ def test_heads_are_padded_little(chunks_of, least, widest):
         (40, torch.bfloat16, 64),  # exponentials take the time
         (72, torch.bfloat16, 64),  # and a tail of 16
         (100, torch.bfloat16, 112),
-        (200, torch.float16, 208),
         (320, torch.bfloat16, 256),
         (200, configs.FP8, 224),
     ],
@@ -308,18 +306,8 @@ _LENGTHS_AND_BANDS = [
 ]  # fmt: skip
 
 
-def _situation(
-    head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16, seq_k: int | None = None,
-    learned: dict[str, Any] | None = None, **fields: Any,
-) -> description.Call:  # fmt: skip
-    """The description of a call that has as many keys as queries, unless it says otherwise."""
-    call = Call(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **fields)
-    return described_call("forward", call._replace(seq_k=seq_k or call.seq_q), _SM_90, call.multiprocessors)
-
-
-def _backward_call(head_dim: int, head_dim_v: int, **fields: Any) -> description.Call:
-    """The description of a backward."""
-    return machine_code.described_on_hopper(Call(head_dim=head_dim, head_dim_v=head_dim_v, **fields), "backward")
+def _described(head_dim: int, head_dim_v: int, phase: Phase = "forward", **fields: Any) -> description.Call:
+    return machine_code.described_on_hopper(Call(head_dim=head_dim, head_dim_v=head_dim_v, **fields), phase)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
@@ -329,7 +317,7 @@ def test_every_head_fits_on_chip(dtype):
     biases = (False,) if dtype is configs.FP8 else (False, True)
     for (head_dim, head_dim_v), situation, moved in itertools.product(heads, _LENGTHS_AND_BANDS, biases):
         bias = TensorFacts(dtype, (2, 4, 4096, 4096), (2**26, 2**24, 4096, 1)) if moved else None
-        call = _situation(head_dim, head_dim_v, dtype, bias=bias, **situation)
+        call = _described(head_dim, head_dim_v, dtype=dtype, bias=bias, seq_k=situation["seq_q"], **situation)
         config = configs.choose_config(call)
         assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
         other = configs.choose_config(call, spills=True)
@@ -357,31 +345,25 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
     # Long 8-bit calls have a third consumer; neither in a window nor over a block mask, whose tiles 192 rows do not
     # divide.
     ("consumers", "block_n"): ({"dtype": configs.FP8}, [
-        ({"seq_q": 2047}, 2, 128), ({"seq_q": 2048}, 3, 64), ({"seq_q": 8191, **_CAUSAL}, 2, 128),
-        ({"seq_q": 8192, **_CAUSAL}, 3, 64), ({"seq_q": 8192, "window_left": 5000}, 2, 128),
-        ({"seq_q": 8192, "window_left": 5000, **_CAUSAL}, 2, 128), ({"seq_q": 8192, "block_tile": (256, 128)}, 2, 128),
-        ({"seq_q": 8192, "head_dim": 192}, 2, 128), ({"seq_q": 8192, "dtype": torch.bfloat16}, 2, 128),
+        ({"seq_q": 2048}, 3, 64), ({"seq_q": 8191, **_CAUSAL}, 2, 128), ({"seq_q": 8192, "window_left": 5000}, 2, 128),
+        ({"seq_q": 8192, "block_tile": (256, 128)}, 2, 128), ({"seq_q": 8192, "head_dim": 192}, 2, 128),
     ]),
     # Short calls and those in narrow windows have smaller tiles; unless tables or dropout need the larger ones, which
     # were measured so.
     ("CONSUMERS", "block_n"): ({}, [
-        ({"d": 64, "s": 256}, 1, 128), ({"d": 32, "s": 49, "alibi": 1, "softcap": 9.0, "sinks": True}, 1, 64),
+        ({"d": 64, "s": 256}, 1, 128),
         ({"d": 40, "s": 256}, 2, 128),  # does not fill its tile
-        ({"d": 64, "s": 257}, 1, 64), ({"d": 64, "s": 256, "seq_k": 257}, 2, 128),
-        ({"d": 64, "s": 512}, 1, 128), ({"d": 64, "s": 384}, 3, 128), ({"d": 64, "s": 641}, 3, 128),
-        ({"d": 64, "s": 512, "seq_k": 4096}, 3, 128),
+        ({"d": 64, "s": 257}, 1, 64), ({"d": 64, "s": 256, "seq_k": 257}, 2, 128), ({"d": 64, "s": 512}, 1, 128),
+        ({"d": 64, "s": 384}, 3, 128), ({"d": 64, "s": 641}, 3, 128),
         ({"d": 64, "s": 256, "dtype": configs.FP8}, 2, 128), ({"d": 64, "s": 256, "mask": _PADDING}, 2, 128),
-        ({"d": 64, "s": 256, **_CAUSAL}, 2, 64), ({"d": 64, "s": 257, **_CAUSAL}, 1, 64),
-        ({"d": 64, "s": 1024, **_CAUSAL}, 1, 128), ({"d": 64, "s": 1025, **_CAUSAL}, 2, 128),
-        ({"d": 64, "s": 8192, **_CAUSAL, "window_left": 512}, 2, 64),
-        ({"d": 64, "s": 8192, **_CAUSAL, "window_left": 513}, 2, 128),
+        ({"d": 64, "s": 256, **_CAUSAL}, 2, 64), ({"d": 64, "s": 1024, **_CAUSAL}, 1, 128),
+        ({"d": 64, "s": 1025, **_CAUSAL}, 2, 128),
         ({"d": 64, "s": 8192, "window_right": 300, "window_left": 300}, 2, 128),
         ({"d": 128, "s": 8192, "window_right": 24, "window_left": 1000, "sequences": 5}, 2, 64),
         ({"d": 96, "s": 8192, "window_left": 64}, 2, 128),  # all keys behind a query
         ({"d": 64, "s": 256, **_CAUSAL, "window_left": 9, "dtype": configs.FP8}, 2, 128),
         ({"d": 256, "s": 8192, **_CAUSAL, "window_left": 128}, 2, 64),  # as always
         ({"d": 128, "s": 512}, 2, 64), ({"d": 128, "s": 513}, 2, 128),
-        ({"d": 128, "s": 1024, "seq_k": 1025, **_CAUSAL}, 2, 128),
     ]),
     # Order and end of tiles with tables.
     ("BATCH_FIRST", "MASK_ENDS_KEYS"): ({}, [
@@ -411,37 +393,26 @@ _FORWARDS: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple]]] = {
     ("block_m",): ({"multiprocessors": 132, "batch": 1}, [
         ({"d": 64, "h": 20, "s": 1500}, 64),  # 160 tiles of 192 queries are two rounds, and 480 of 64 less than two
         ({"d": 64, "h": 12, "s": 1500}, 192),  # 96 tiles fit one round
-        ({"d": 64, "h": 12, "s": 4096}, 192), ({"d": 64, "h": 12, "s": 2048, **_CAUSAL}, 64),
-        ({"d": 64, "h": 12, "s": 1024, "window_left": 5000, **_CAUSAL}, 128),
-        ({"d": 64, "h": 64, "s": 4096, "dropout_p": 0.1}, 64), ({"d": 64, "h": 1, "s": 1024, "bias": _UNMOVED}, 128),
-        ({"d": 64, "h": 64, "s": 4096, "seq_k": 77}, 64),
+        ({"d": 64, "h": 12, "s": 2048, **_CAUSAL}, 64), ({"d": 64, "h": 64, "s": 4096, "dropout_p": 0.1}, 64),
+        ({"d": 64, "h": 1, "s": 1024, "bias": _UNMOVED}, 128),
         ({"d": 40, "h": 8, "s": 1024}, 64),  # fewer tiles than multiprocessors
-        ({"d": 128, "h": 16, "s": 1024, **_CAUSAL}, 64), ({"d": 128, "h": 16, "s": 2048, **_CAUSAL}, 128),
-        ({"d": 128, "h": 400, "s": 73, "dropout_p": 0.1}, 64), ({"d": 96, "h": 400, "s": 73, "dropout_p": 0.1}, 128),
-        ({"d": 256, "h": 400, "s": 512, **_CAUSAL}, 64), ({"d": 256, "h": 400, "s": 512}, 128),
-        ({"d": 256, "h": 400, "s": 512, **_CAUSAL, "seq_k": 4096}, 128),
+        ({"d": 128, "h": 16, "s": 1024, **_CAUSAL}, 64), ({"d": 128, "h": 400, "s": 73, "dropout_p": 0.1}, 64),
+        ({"d": 96, "h": 400, "s": 73, "dropout_p": 0.1}, 128), ({"d": 256, "h": 400, "s": 512, **_CAUSAL}, 64),
+        ({"d": 256, "h": 400, "s": 512}, 128), ({"d": 256, "h": 400, "s": 512, **_CAUSAL, "seq_k": 4096}, 128),
         ({"d": 224, "h": 400, "s": 256, **_CAUSAL}, 64), ({"d": 192, "h": 400, "s": 256, **_CAUSAL}, 128),
         ({"d": 512, "h": 1, "s": 1024}, 128),
-        ({"d": 64, "h": 1, "s": 1024, "dtype": configs.FP8}, 192),
         # And so have short sequences.
-        ({"d": 128, "h": 400, "s": 64}, 64), ({"d": 128, "h": 400, "s": 65}, 128),
-        ({"d": 64, "h": 400, "s": 16, **_CAUSAL}, 64), ({"d": 256, "h": 400, "s": 16, "dropout_p": 0.1}, 64),
+        ({"d": 256, "h": 400, "s": 16, "dropout_p": 0.1}, 64),
         ({"d": 192, "h": 400, "seq_q": 64, "seq_k": 4096, "mask": _PADDING}, 64),
         ({"d": 64, "h": 400, "s": 49, "window_left": 30, **_CAUSAL}, 128),
-        ({"d": 128, "h": 400, "s": 64, "dtype": configs.FP8}, 128),
         # And those with an odd number of tiles of 64.
-        ({"d": 80, "h": 400, "s": 257}, 64), ({"d": 80, "h": 400, "s": 256}, 128),
-        ({"d": 96, "h": 400, "s": 577, **_CAUSAL}, 128), ({"d": 96, "h": 400, "s": 513, **_CAUSAL}, 64),
-        ({"d": 128, "h": 400, "s": 144}, 64), ({"d": 128, "h": 400, "s": 257}, 128),
-        ({"d": 128, "h": 400, "s": 257, **_CAUSAL}, 64), ({"d": 128, "h": 400, "s": 257, "seq_k": 600}, 128),
-        ({"d": 64, "h": 400, "s": 160, **_CAUSAL}, 64), ({"d": 64, "h": 400, "s": 160, "window_left": 90}, 128),
+        ({"d": 96, "h": 400, "s": 513, **_CAUSAL}, 64), ({"d": 128, "h": 400, "s": 257}, 128),
+        ({"d": 128, "h": 400, "s": 257, **_CAUSAL}, 64),
     ]),
     # An odd number of tiles of 64 keys.
     ("block_n",): ({}, [
-        ({"d": 80, "s": 320}, 64), ({"d": 80, "s": 321}, 128), ({"d": 80, "s": 641, **_CAUSAL}, 128),
-        ({"d": 80, "s": 448}, 64), ({"d": 96, "s": 576}, 128), ({"d": 96, "seq_q": 2048, "seq_k": 64}, 64),
-        ({"d": 128, "seq_q": 2048, "seq_k": 144}, 64), ({"d": 128, "seq_q": 2048, "seq_k": 256}, 128),
-        ({"d": 64, "s": 321}, 128),
+        ({"d": 80, "s": 321}, 128), ({"d": 80, "s": 641, **_CAUSAL}, 128), ({"d": 80, "s": 448}, 64),
+        ({"d": 96, "s": 576}, 128), ({"d": 128, "seq_q": 2048, "seq_k": 144}, 64),
     ]),
 }  # fmt: skip
 _BOTH = {"d": ("head_dim", "head_dim_v"), "s": ("seq_q", "seq_k"), "h": ("heads", "heads_kv")}
@@ -472,7 +443,7 @@ def test_each_packed_sequence_has_a_tile(sequences, count):
 
 
 def test_where_ptxas_would_spill_few_tiles_have_several_consumers():
-    call = _situation(64, 64, batch=1, heads=12, heads_kv=12, seq_q=1500, multiprocessors=132)
+    call = _described(64, 64, batch=1, heads=12, heads_kv=12, seq_q=1500, seq_k=1500, multiprocessors=132)
     assert configs.choose_config(call, spills=True).block_m == 192
 
 
@@ -873,22 +844,18 @@ def test_order_of_uneven_tiles(tiles, lines, closing, last, monkeypatch):
         assert {schedule.line_group(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
 
 
-@pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 256])
-def test_which_walks_take_two_rounds(tiles, monkeypatch):
-    """As the kernel lets lines take turns: no group of them is more than two rounds, and none before the last less."""
-    predicted = {lines: schedule.take_two_rounds(tiles, lines, 132) for lines in (1, 8, 9, 12, 16, 24, 32, 64, 200)}
+@pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 144, 256])
+def test_what_is_known_of_the_turns_of_lines(tiles, monkeypatch):
+    """Which walks take two rounds: no group of lines is more than that, and none before the last less. And how many
+    tiles come before those of the last group."""
+    numbers = (1, 3, 8, 9, 12, 16, 24, 32, 64, 200)
+    in_two_rounds = {lines: schedule.take_two_rounds(tiles, lines, 132) for lines in numbers}
+    before = {(lines, group): schedule.tiles_before_last(tiles, lines, group) for lines in numbers for group in (1, 8)}
     _number_lines(monkeypatch)
-    for lines, two in predicted.items():
+    for lines, two in in_two_rounds.items():
         *others, last = _turns(tiles, lines, 8)
         assert two is (last[1] * tiles <= 264 and all(132 < many * tiles <= 264 for _, many in others)), lines
-
-
-@pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
-def test_tiles_before_the_last_lines(tiles, monkeypatch):
-    cases = list(itertools.product((1, 3, 8, 9, 24, 200), (1, 8)))
-    predicted = [schedule.tiles_before_last(tiles, lines, group) for lines, group in cases]
-    _number_lines(monkeypatch)
-    assert predicted == [_turns(tiles, lines, group)[-1][0] * tiles for lines, group in cases]
+    assert before == {case: _turns(tiles, *case)[-1][0] * tiles for case in before}
 
 
 def _turns(tiles: int, lines: int, group: int) -> list[tuple[int, int]]:
@@ -1063,28 +1030,19 @@ def _problem(
     rows: int, keys: int, m: int, n: int, heads_kv: int, group: int = 1, batch: int = 1, band: tuple[int, int] = (0, 0)
 ) -> backward_tiles.Problem:
     """A dense call."""
-    return backward_tiles.Problem(
+    nothing = backward_tiles.Problem(*(None,) * len(backward_tiles.Problem._fields))
+    return nothing._replace(
         side=SidePointers(*(None,) * len(SidePointers._fields)),
-        order_ptr=None,
-        slope_sums_ptr=None,
-        score_change=None,
         batch=batch,
         heads_kv=heads_kv,
         group=group,
         shares=1,
-        parts=None,
         rows_q=rows,
         rows_k=keys,
         key_tiles=-(-keys // n),
         query_tiles=-(-rows // m),
-        lone_tiles=None,
-        short_rows=None,
         window=Window(*band),
         scale=1.0,
-        units=None,
-        k_rows_apart=None,
-        v_rows_apart=None,
-        numbers=None,
     )
 
 
@@ -1631,7 +1589,7 @@ def test_every_gradient_of_a_bias_fits_on_chip():
     modified, by_position = ({}, {"dropout_p": 0.1}), ({}, {"window_right": 0})
     leaves_out = ({}, {"sequences": 3}, {"block_tile": (64, 64)}, {"block_tile": (256, 256)})
     for (head_dim, head_dim_v), *fields in itertools.product(_HEADS, modified, by_position, leaves_out):
-        call = _backward_call(head_dim, head_dim_v, **fields[0], **fields[1], **fields[2])
+        call = _described(head_dim, head_dim_v, "backward", **fields[0], **fields[1], **fields[2])
         cut = backward_configs.bias_config(call)
         assert call.block_tile[1] % cut.keys == 0
         assert backward_configs.bias_shared_memory(cut, head_dim, head_dim_v) <= configs.SHARED_MEMORY
@@ -1779,7 +1737,7 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch):
 def test_every_head_of_the_backward_fits_on_chip(softcap, blocks, left, ordered):
     for head_dim, head_dim_v in _HEADS:
         fields: dict[str, Any] = {"softcap": 30.0 * softcap, "block_tile": blocks, "deterministic": ordered}
-        call = _backward_call(head_dim, head_dim_v, window_left=127 if left else None, **fields)
+        call = _described(head_dim, head_dim_v, "backward", window_left=127 if left else None, **fields)
         config = backward_configs.choose_backward_config(call)
         if softcap:
             learned = call._replace(wanted=Wanted(alibi_slopes=True))

@@ -286,15 +286,6 @@ def test_power_of_two_factor(numbers, factor):
     assert power_of_two_factor(*numbers) == factor
 
 
-def test_each_cu_seqlens_is_read_in_its_own_dtype():
-    """int32 lengths for the queries say nothing of those for the keys."""
-    types = described(
-        plan("forward", _HOPPER, Call(sequences=3, index_dtypes=(torch.int32, torch.int64))).kernel.source
-    )
-    assert types["side.cu_seqlens_q"] == "*i32"
-    assert types["side.cu_seqlens_k"] == "*i64"
-
-
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta"])
 def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device, monkeypatch):
     """PyTorch built for CUDA raises without a driver; the interpreter needs none."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.testing import assert_same, check, make_inputs, run, with_arguments
-from support.attention.attention_cases import BASE, parameters
+from support.attention.attention_cases import BASE, check_again, parameters
 from support.running.places import places
 
 #: Every way in which a bias shares its entries; those that `attention_cases` has are not repeated.
@@ -121,11 +121,7 @@ def test_bias_and_mask_of_whole_tiles(shape, head_dim, causal):
 def test_repeated_runs_give_the_same_bits(shape):
     case = replace(LARGE, bias=shape, alibi_slopes="h", sinks=True, dtype=torch.bfloat16, head_dim=64, head_dim_v=64)
     case = with_arguments(case, softcap=3.0, dropout_p=0.1, deterministic=True)
-    inputs = make_inputs(case, "cuda")
-    first = run(case, inputs, "triton")
-    for _ in range(9):
-        again = run(case, inputs, "triton")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    check_again(case, "triton", 9)
 
 
 def _strided(table: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 
 import flashtile
 from flashtile._backends import clear_plans, devices
-from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split import MAX_QUERIES, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
@@ -112,47 +111,32 @@ def test_gpu_runs_and_graph_replays_give_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    "sizes, splits",
+    "sizes, others_split, splits",
     [
         # batch, seq_q, heads, heads_kv, key_tiles
-        ((1, 1, 32, 8, 32), True),
-        ((1, 1, 32, 32, 32), True),
-        ((1, 16, 64, 8, 256), True),
-        ((128, 1, 32, 8, 32), True),  # a full GPU too: a group's heads share its keys
-        ((1, 128, 8, 8, 512), True),  # eight tiles of queries, 132 multiprocessors
-        ((1, 1, 32, 8, 2), True),
-        ((1, 1, 32, 8, 1), False),  # a tile of keys cannot be split
-        ((2, 64, 64, 8, 256), False),  # as many programs as multiprocessors, with fuller tiles
-        ((16, 64, 32, 8, 32), False),
-        ((16, 64, 32, 32, 32), False),
-        ((16, 1, 32, 32, 2), False),  # both read as fast as memory gives
-        ((64, 128, 32, 32, 32), False),  # tiles of queries are full
-        ((1, MAX_QUERIES + 1, 8, 8, 512), False),
-        ((0, 1, 8, 8, 512), False),
-        ((1, 0, 8, 8, 512), False),
-        ((1, 1, 8, 8, 0), False),
+        ((1, 16, 64, 8, 256), False, True),
+        ((128, 1, 32, 8, 32), False, True),  # a full GPU too: a group's heads share its keys
+        ((1, 128, 8, 8, 512), False, True),  # eight tiles of queries, 132 multiprocessors
+        ((1, 1, 32, 8, 2), False, True),
+        ((1, 1, 32, 8, 1), False, False),  # a tile of keys cannot be split
+        ((2, 64, 64, 8, 256), False, False),  # as many programs as multiprocessors, with fuller tiles
+        ((16, 1, 32, 32, 2), False, False),  # both read as fast as memory gives
+        ((64, 128, 32, 32, 32), False, False),  # tiles of queries are full
+        ((1, MAX_QUERIES + 1, 8, 8, 512), False, False),
+        ((0, 1, 8, 8, 512), False, False),
+        ((1, 0, 8, 8, 512), False, False),
+        ((1, 1, 8, 8, 0), False, False),
+        # Beside the splits of Hopper: faster on an H200, as measured with heads of 128.
+        ((1, 16, 32, 8, 512), True, True),
+        ((1, 32, 32, 8, 512), True, False),
+        ((1, 64, 32, 8, 32), True, False),
+        ((1, 17, 32, 8, 32), True, True),
+        ((1, 128, 8, 8, 256), True, False),
     ],
     ids=str,
 )
-def test_when_splitting_pays(sizes, splits):
-    assert (no_gain(*sizes, _MULTIPROCESSORS) is None) is splits
-
-
-@pytest.mark.parametrize(
-    "sizes, splits",
-    [
-        # Faster on an H200, as measured with heads of 128.
-        ((1, 16, 32, 8, 512), True),
-        ((1, 32, 32, 8, 512), False),
-        ((1, 64, 32, 8, 32), False),
-        ((1, 17, 32, 8, 32), True),
-        ((1, 128, 8, 8, 256), False),
-        ((1, 1, 32, 32, 256), True),
-    ],
-    ids=str,
-)
-def test_when_splitting_pays_beside_the_splits_of_hopper(sizes, splits):
-    assert (no_gain(*sizes, _MULTIPROCESSORS, others_split=True) is None) is splits
+def test_when_splitting_pays(sizes, others_split, splits):
+    assert (no_gain(*sizes, _MULTIPROCESSORS, others_split=others_split) is None) is splits
 
 
 def test_what_is_served():
@@ -162,22 +146,6 @@ def test_what_is_served():
         options = {**inputs.tensors, **case.keywords(), "backend": "split", "device": "sm_90"}
         found[name] = flashtile.explain(inputs.q, inputs.k, inputs.v, **options).backend == "split"
     assert found == {name: _served(case) for name, case in PAIRS.items()}
-
-
-@pytest.mark.parametrize(
-    "spec, visible",
-    [
-        (AttentionSpec(1.0), (0, 100)),
-        (AttentionSpec(1.0, window_right=0), (0, 100)),
-        (AttentionSpec(1.0, window_left=10), (86, 100)),
-        (AttentionSpec(1.0, window_left=10, window_right=-2), (86, 98)),
-        (AttentionSpec(1.0, window_right=3, top_left=True), (0, 7)),
-        (AttentionSpec(1.0, window_right=-200), (0, 0)),
-    ],
-    ids=str,
-)
-def test_visible_keys(spec, visible):
-    assert visible_keys(4, 100, spec) == visible
 
 
 @pytest.mark.skipif("flashtile._backends.devices.triton_missing()", reason="plans launches of Triton")

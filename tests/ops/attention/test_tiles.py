@@ -53,22 +53,14 @@ def _is_sane(tiles: TileConfig) -> bool:
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
 def test_every_situation_has_tiles_that_fit(kernel, device):
+    """Also where float32 is multiplied as bfloat16."""
     for key in _situations():
-        tiles = choose_tiles(kernel, device, key)
-        assert _is_sane(tiles), (key, tiles)
-        assert tiles.chunk or shared_memory(kernel, tiles, key, device) <= device.shared_memory, (key, tiles)
-
-
-@pytest.mark.parametrize("kernel", _KERNELS)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_float32_as_bfloat16_has_tiles_that_fit(kernel, arch):
-    device = KNOWN_DEVICES[arch]
-    for key in _situations():
-        if key.dtype is torch.float32:
-            split = key._replace(precision=dot_precision(torch.float32, device, allow_tf32=False))
-            tiles = choose_tiles(kernel, device, split)
-            assert _is_sane(tiles), (split, tiles)
-            assert tiles.chunk or shared_memory(kernel, tiles, split, device) <= device.shared_memory, (split, tiles)
+        precision = dot_precision(key.dtype, device, allow_tf32=False)
+        for situation in {key, key._replace(precision=precision)}:
+            tiles = choose_tiles(kernel, device, situation)
+            assert _is_sane(tiles), (situation, tiles)
+            fits = shared_memory(kernel, tiles, situation, device) <= device.shared_memory
+            assert tiles.chunk or fits, (situation, tiles)
 
 
 @given(

@@ -18,7 +18,7 @@ from flashtile.ops.attention.gpu import plan as triton_plan
 from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.triton import launch
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
-from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, combined, parameters
+from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, check_again, combined, parameters
 from support.running.covering import turns
 from support.running.places import places
 
@@ -161,11 +161,7 @@ def test_float32_kernels_pass_on_nan_and_infinity(backend, device):
 @pytest.mark.gpu
 def test_thirty_runs_give_the_same_bits():
     case = with_arguments(replace(_LARGE, heads_kv=2), causal=True, dropout_p=0.1, deterministic=True)
-    inputs = make_inputs(case, "cuda")
-    first = run(case, inputs, "triton")
-    for _ in range(29):
-        again = run(case, inputs, "triton")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    check_again(case, "triton", 29)
 
 
 #: The portable kernels, and on Hopper its own.

@@ -10,6 +10,7 @@ import flashtile
 from flashtile.ops.attention.call import seen_call, visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close
+from support.attention.cpu_tiles import use_only_tiles
 from support.attention.mask_checks import shown_by_band
 
 NAN = float("nan")
@@ -80,9 +81,7 @@ def test_cpu(name, backend):
 
 @pytest.mark.parametrize("name", ["top_left", "left"])
 def test_cpu_tiles(name, monkeypatch):
-    from flashtile.ops.attention import cpu
-
-    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, ""))
+    use_only_tiles(monkeypatch)
     check(name, "cpu")
 
 
