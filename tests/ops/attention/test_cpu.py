@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import flashtile
 from flashtile.ops.attention import cpu
@@ -17,6 +18,7 @@ from flashtile.testing import AttentionCase, assert_close, assert_same, check, m
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 from support.attention.attention_cases import COMBINED, EDGES, score_mod_combined
+from support.attention.cpu_tiles import use_only_tiles, use_small_tiles
 from support.attention.mask_checks import shown_by_band
 from support.running.covering import turns
 from support.running.python import run_python
@@ -27,15 +29,12 @@ BASE = AttentionCase(batch=2, seq_q=75, seq_k=101, heads=4, heads_kv=4, head_dim
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles so small that short sequences have many, and blocks of at most two matrices."""
-    monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
-    monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 32 * 32 // torch.get_num_threads())
+    use_small_tiles(monkeypatch, 32)
 
 
 @pytest.fixture
 def only_tiles(monkeypatch):
-    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+    use_only_tiles(monkeypatch)
 
 
 #: What the tests of all backends share. Dtypes take turns.
@@ -52,16 +51,6 @@ def test_every_pair_of_features_on_tiles(name, dtype, small_tiles, only_tiles):
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_around_the_tiles(seq, causal, only_tiles):
     check(replace(BASE, seq_q=seq, seq_k=seq + 3 * causal, batch=8 if seq < 16 else 1), "cpu")
-
-
-@pytest.mark.parametrize("case", [
-    replace(BASE, lengths_q=(), lengths_k=()),
-    replace(BASE, lengths_q=(7, 0, 3), lengths_k=(0, 5, 0)),
-    replace(BASE, key_lengths=(0, 0)),
-    with_arguments(replace(BASE, seq_q=60, seq_k=9), window=(0, 0), align="top_left"),
-], ids=str)  # fmt: skip
-def test_nothing_to_see(case, small_tiles):
-    check(case, "cpu")
 
 
 #: What PyTorch's flash attention serves both ways, where there is no gradient of lse.
@@ -154,7 +143,7 @@ def test_calls_served_by_pytorch_without_gradient_of_lse(name, kind, no_tiles, m
 def test_short_sequences_of_other_lengths_are_one_call(changes, dtype, by_torch, monkeypatch):
     """Their lengths become a mask, and hidden keys and values have no effect: not even on the last bit."""
     if not by_torch:
-        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+        use_only_tiles(monkeypatch)
     found, segments = [], tiles.segments
 
     def listed(*arguments):
@@ -264,7 +253,11 @@ def test_nan_and_inf_in_splits(which, value, seq_k, dtype, always_split):
     getattr(inputs, which)[0, -1, 0, 3] = value
     actual = flashtile.attention(inputs.q, inputs.k, inputs.v, return_lse=True, backend="cpu")
     wide = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
-    expected = flashtile.attention(*wide, return_lse=True, backend="reference")
+    _assert_alike(actual, flashtile.attention(*wide, return_lse=True, backend="reference"))
+
+
+def _assert_alike(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """out is finite in the same places, and lse is NaN and infinite there."""
     assert torch.equal(actual[0].isfinite(), expected[0].isfinite())
     assert torch.equal(actual[1].isnan(), expected[1].isnan())
     assert torch.equal(actual[1].isposinf(), expected[1].isposinf())
@@ -318,14 +311,6 @@ def _run_without_lse(case, inputs, backend, dtype):
     out, lse = function(*leaves[:3], **tensors, **case.keywords(), return_lse=True, backend=backend)
     grads = torch.autograd.grad(out, leaves, inputs.dout.to(dtype))
     return dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out.detach(), lse.detach(), *grads)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "align": "top_left"}], ids=str)
-def test_plain_calls_with_gradient_of_lse(dtype, arguments):
-    """PyTorch's flash attention forward, its lse read by the tiles' backward."""
-    check(replace(BASE, seq_q=101, seq_k=101, dtype=dtype, arguments=arguments), "cpu")
-    check(replace(BASE, seq_q=50, seq_k=101, dtype=dtype, arguments=arguments), "cpu")
 
 
 SPEC = AttentionSpec(0.2)
@@ -423,7 +408,7 @@ def test_parts_hold_what_is_visible(seq_q, seq_k, keys, right, left, top_left, m
 def test_nan_and_inf_propagate_as_in_float64(which, value, dtype, heads_kv, seq_q, by_torch, small_tiles, monkeypatch):
     """Not as in the eager computation of the same dtype: PyTorch's bfloat16 products have more NaN on CPUs with AMX."""
     if not by_torch:
-        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+        use_only_tiles(monkeypatch)
     case = AttentionCase(batch=1, seq_q=seq_q, seq_k=70, heads_kv=heads_kv, dtype=dtype, arguments={"causal": True})
     inputs = make_inputs(case)
     first = 40 - (70 - seq_q)  # the row whose last key is number 40
@@ -432,9 +417,7 @@ def test_nan_and_inf_propagate_as_in_float64(which, value, dtype, heads_kv, seq_
     wide = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
     expected = flashtile.attention(*wide, causal=True, return_lse=True, backend="reference")
     rows = slice(max(0, first), None)  # those that see it; what a hidden one does to the others is nobody's promise
-    assert torch.equal(actual[0][:, rows].isfinite(), expected[0][:, rows].isfinite())
-    assert torch.equal(actual[1][..., rows].isnan(), expected[1][..., rows].isnan())
-    assert torch.equal(actual[1][..., rows].isposinf(), expected[1][..., rows].isposinf())
+    _assert_alike(*((out[:, rows], lse[..., rows]) for out, lse in (actual, expected)))
     if which != "v":
         assert actual[0][:, : rows.start].isfinite().all()
 
@@ -468,12 +451,10 @@ def test_nan_and_inf_beside_hidden_keys(hiding, which, value, dtype, monkeypatch
         return out, lse, *torch.autograd.grad(out.sum(), leaves)
 
     out, lse, *grads = results()
-    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+    use_only_tiles(monkeypatch)
     out_of_tiles, lse_of_tiles, *grads_of_tiles = results()
     rows = slice(30 if which == "v" else 0, None)  # a hidden value may be multiplied by 0
-    assert torch.equal(out[:, rows].isfinite(), out_of_tiles[:, rows].isfinite())
-    assert torch.equal(lse.isnan(), lse_of_tiles.isnan())
-    assert torch.equal(lse.isposinf(), lse_of_tiles.isposinf())
+    _assert_alike((out[:, rows], lse), (out_of_tiles[:, rows], lse_of_tiles))
     for grad, of_tiles in zip(grads, grads_of_tiles):
         assert torch.equal(grad.isfinite(), of_tiles.isfinite())
 

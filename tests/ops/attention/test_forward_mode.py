@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import BlockMask
@@ -18,6 +16,7 @@ from flashtile.ops.attention import derivatives, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
 from support.attention.attention_cases import COMBINED, EDGES, PAIRS, parameters
+from support.attention.memory import LargestTensor
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
@@ -269,19 +268,11 @@ def test_autocast_does_not_reach_the_arithmetic_inside():
 
 def test_nothing_as_large_as_the_scores_is_made(monkeypatch):
     monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 2**16)
-    made: list[int] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            made.extend(t.numel() for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
-            return result
-
     q, spec = torch.randn(1, 2048, 2, 8), AttentionSpec(0.3, window_right=0)
     moving = derivatives.Tangents(q, q, q, SideInputs())
-    with Watch():
+    with LargestTensor() as seen:
         derivatives.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
-    assert max(made) <= 64 * 2 * 2048 < 2048 * 2048 / 10
+    assert 0 < seen.elements <= 64 * 2 * 2048 < 2048 * 2048 / 10
 
 
 def test_the_value_is_that_of_the_backend(monkeypatch):

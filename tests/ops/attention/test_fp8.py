@@ -407,15 +407,6 @@ def test_autocast_leaves_them_as_they_are():
         assert torch.equal(problem.run()[0], out)
 
 
-def test_the_operator_keeps_its_promises():
-    problem = Problem(Case(seq_q=5, seq_k=7))
-    out, lse = torch.compile(problem.run, backend="aot_eager", fullgraph=True)()
-    wanted = problem.run()
-    assert_same((out, lse), wanted)
-    q, k, v = (x.to("meta") for x in problem.qkv)
-    assert flashtile.attention(q, k, v).dtype is torch.bfloat16
-
-
 def _refuses(error: type[Exception], message: str, **changes: Any) -> None:
     with pytest.raises(error, match=message):
         Problem(Case()).run(**changes)
@@ -465,26 +456,6 @@ def test_other_types_of_8_bits_are_refused():
     q = torch.zeros(1, 4, 2, 8).to(torch.float8_e5m2)
     with pytest.raises(TypeError, match=r"or float8_e4m3fn.*got torch.float8_e5m2"):
         flashtile.attention(q, q, q)
-
-
-# Who serves a call
-
-
-def _explain(device: str = "sm_90", head_dim: int = 128, dtype: torch.dtype = FP8, **arguments: Any) -> Any:
-    x = torch.empty(2, 4096, 16, head_dim, dtype=dtype, device="meta")
-    return flashtile.explain(x, x, x, device=device, **arguments)
-
-
-def test_who_serves_a_call():
-    if devices.triton_missing():
-        pytest.skip(devices.triton_missing())
-    found = _explain()
-    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("widen", "hopper"), ("forward", "hopper")]
-    for arguments in ({"head_dim": 320}, {"dropout_p": 0.1}, {"device": "sm_80"}, {"device": "gfx942"}):
-        found = _explain(**arguments)
-        assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("forward", "triton")]
-    assert _explain("cpu").backend == "cpu"
-    assert _explain(block_mask=flashtile.patterns.causal(4096).to("meta")).backend == "hopper"
 
 
 # Making them

@@ -316,10 +316,6 @@ PICTURED = {
 }
 
 
-def test_every_pattern_has_a_picture():
-    assert set(PICTURED) == set(patterns.__all__) - {"tree_positions"}
-
-
 @pytest.mark.parametrize("name", PICTURED)
 def test_pictures_are_true(name):
     """Every picture in a docstring, side by side ones from left to right."""
@@ -435,8 +431,8 @@ _BUILT_ON_A_GPU = {
 }
 
 
-def test_every_pattern_is_built_on_a_gpu():
-    assert sorted(_BUILT_ON_A_GPU) == sorted(patterns.__all__)
+def test_every_pattern_has_a_picture_and_is_built_on_a_gpu():
+    assert _BUILT_ON_A_GPU.keys() == {*PICTURED, "tree_positions"} == set(patterns.__all__)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile._backends import devices
 from flashtile.ops.attention.score_program import parse
 from flashtile.testing import assert_same
 from support.running.autograd import normal
@@ -153,9 +152,6 @@ def _capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor
 def _rounded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """No argument says the same."""
     return torch.sin(score)
-
-
-# --- against what is built in ---------------------------------------------------------------------------------------
 
 
 # --- derivatives ----------------------------------------------------------------------------------------------------
@@ -355,13 +351,3 @@ def test_other_functions_do_not_take_one():
     function: Callable[..., Any] = flashtile.attention_column_sums
     with pytest.raises(TypeError, match="score_mod"):
         function(q, q, torch.zeros(1, 2, 4), score_mod=_capped)
-
-
-@pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
-def test_explain_says_which_kernels_a_function_gets():
-    q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
-    answer = flashtile.explain(q, q, q, score_mod=_rounded, device="sm_90")
-    assert [(kernel.name, kernel.backend) for kernel in answer.kernels] == [
-        ("forward", "hopper"), ("backward", "hopper"),
-    ]  # fmt: skip
-    assert flashtile.explain(q, q, q, score_mod=_capped).backend == "cpu"

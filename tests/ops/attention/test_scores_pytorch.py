@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd import gradgradcheck
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.ops.attention import cpu
-from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.testing import AttentionCase, assert_same, make_inputs, run
+from support.attention.cpu_tiles import use_small_tiles
+from support.attention.memory import LargestTensor
 from support.running.autograd import compiled_with_count, leaf
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -67,13 +67,9 @@ class GradientCase(NamedTuple):
 _DROPOUT = {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}
 _MASK = torch.tensor([[True, False, True, True], [False] * 4, [True, True, False, True]])
 GRADIENT_CASES = (
-    GradientCase("plain", (2, 2, 3, 4)),
     GradientCase("causal-softcap", (3, 4), options={"causal": True, "softcap": 0.9}),
     GradientCase("dropout-softcap", (2, 1, 1, 4), (2, 2), {**_DROPOUT, "softcap": 0.9}),
-    GradientCase("window", (2, 1, 1, 1), options={"window": (1, 0), "align": "top_left"}),
-    GradientCase("mask", (2, 3, 1), (2, 2), {"mask": _MASK}),
     GradientCase("key_lengths", (1,), options={"key_lengths": torch.tensor([2, 0]), "scale": -0.7}),
-    GradientCase("packed", (2, 3, 4), (3, 2), {"causal": True}, packed=True),
     GradientCase("packed-dropout-mask", (4,), (2,), {**_DROPOUT, "softcap": 2.0, "mask": _MASK}, packed=True),
 )
 
@@ -206,39 +202,14 @@ def test_one_compilation_serves_all_sizes():
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 
 
-# --- torch.func, checkpointing --------------------------------------------------------------------------------------
-
-
-def test_vmap_with_softcap_equals_a_loop():
-    q, k, v = (call_inputs()[name].detach() for name in "qkv")
-    stacked = torch.stack((q, 2 * q, -q))
-    function = lambda q: flashtile.attention(q, k, v, softcap=0.5)  # noqa: E731
-    assert_same(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
-
-
 # --- memory ---------------------------------------------------------------------------------------------------------
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that the storage of any tensor had that an operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
-        return result
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 128, 128), (1, 1, 1, 128), (2, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("expanded", [False, True])
 def test_gradient_of_a_shared_bias_makes_nothing_larger(shape, expanded, monkeypatch):
     # Below the operator, where the mode sees what the backend does. Small tiles, so that they are not the largest.
-    monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
-    monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 32 * 32 // torch.get_num_threads())
+    use_small_tiles(monkeypatch, 32)
     batch, heads, seq, head_dim = 2, 4, 128, 8
     q, k, v, dout = (torch.randn(batch, seq, heads, head_dim) for _ in range(4))
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch, heads, seq, seq) if expanded else None
