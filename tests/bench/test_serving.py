@@ -130,7 +130,7 @@ def test_a_record_has_yardsticks_that_are_no_peers(tmp_path):
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text())["rows"]
     assert {row["impl"] for row in rows} >= {"copy", "dense", "sdpa-flash"}
-    assert len(ratios_to_peer(rows, "copy")) == 2 and {ratio.peer for ratio in ratios_to_best(rows)} & {"copy"} == set()
+    assert len(ratios_to_peer(rows, "copy")) == 2 and {one["peer"] for one in ratios_to_best(rows)} & {"copy"} == set()
     assert {table.title for table in speed_tables(rows)} == {"Serving fwd: GB/s"}
     assert [table.title for table in mean_tables(rows)] == [
         f"Our speed over the peers': serving: {kind}" for kind in ("chunks of prompts", "decoding")

@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -262,18 +261,6 @@ def _output(command: list[str]) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """How many times as fast ours is as a peer in one case; above 1 ours is the faster."""
-
-    ours: str
-    op: str
-    phase: str
-    case: dict[str, Any]
-    peer: str
-    value: float
-
-
 def case_key(row: Row) -> str:
     """Cases are the same when their operations and `case` objects are."""
     return json.dumps([row["op"], row["case"]], sort_keys=True)
@@ -287,41 +274,41 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Group]) -> dict[_Gro
     return found
 
 
-def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
-    """Our rows with a speed against the fastest peer with one; none without a peer. Yardsticks are no peers."""
+def ratios_to_best(rows: Iterable[Row]) -> list[Row]:
+    """Our rows with a speed, each with the fastest `peer` with one and the `ratio` to its speed, above 1 where ours is
+    the faster; none without a peer. Yardsticks are no peers."""
     return _ratios(row for row in rows if row["impl"] not in YARDSTICKS)
 
 
-def _ratios(rows: Iterable[Row]) -> list[Ratio]:
+def ratios_to_peer(rows: Sequence[Row], peer: str) -> list[Row]:
+    """The same against one peer, in the cases that it ran."""
+    return _ratios(row for row in rows if is_ours(row["impl"]) or row["impl"] == peer)
+
+
+def _ratios(rows: Iterable[Row]) -> list[Row]:
     found = []
     timed = (row for row in rows if row["ms"] is not None)
     for group in grouped(timed, lambda row: (case_key(row), row["phase"])).values():
-        best = min((row for row in group if not is_ours(row["impl"])), key=lambda row: row["ms"], default=None)
-        found += [
-            Ratio(row["impl"], row["op"], row["phase"], row["case"], best["impl"], best["ms"] / row["ms"])
-            for row in group
-            if best is not None and is_ours(row["impl"])
-        ]
+        peers = [row for row in group if not is_ours(row["impl"])]
+        if peers:
+            best = min(peers, key=lambda row: row["ms"])
+            beside = ({**row, "peer": best["impl"], "ratio": best["ms"] / row["ms"]} for row in group)
+            found += [row for row in beside if is_ours(row["impl"])]
     return found
-
-
-def ratios_to_peer(rows: Sequence[Row], peer: str) -> list[Ratio]:
-    """The same against one peer, in the cases that it ran."""
-    return _ratios([row for row in rows if is_ours(row["impl"]) or row["impl"] == peer])
 
 
 def mode_ratios(rows: Sequence[Row]) -> list[tuple[Row, dict[str, float]]]:
     """Each row of the batch-invariant mode, and how many times as fast it is as the default, as deterministic=True and
     as the fastest peer (by its name), where these have a speed. The peer comes last."""
     timed = {(case_key(row), row["phase"], row["impl"]): row for row in rows if row["ms"] is not None}
-    best = {(case_key(vars(ratio)), ratio.phase): ratio for ratio in ratios_to_best(rows) if ratio.ours == INVARIANT}
+    best = {(case_key(row), row["phase"]): row for row in ratios_to_best(rows) if row["impl"] == INVARIANT}
     found = []
     for (case, phase, impl), row in timed.items():
         if impl == INVARIANT:
             beside = (timed.get((case, phase, other)) for other in (DEFAULT, DETERMINISTIC))
             ratios = {other["impl"]: other["ms"] / row["ms"] for other in beside if other}
             peer = best.get((case, phase))
-            found.append((row, ratios | ({peer.peer: peer.value} if peer else {})))
+            found.append((row, ratios | ({peer["peer"]: peer["ratio"]} if peer else {})))
     return found
 
 

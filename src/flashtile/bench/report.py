@@ -109,12 +109,12 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
     lines, phases = [], list(dict.fromkeys(row["phase"] for row in rows))
     for against in ("best peer", *peers(rows)):
         found = ratios_to_best(rows) if against == "best peer" else ratios_to_peer(rows, against)
-        for ours, of_ours in grouped(found, lambda ratio: ratio.ours).items():
-            by_phase = grouped(of_ours, lambda ratio: ratio.phase)
+        for ours, of_ours in grouped(found, lambda row: row["impl"]).items():
+            by_phase = grouped(of_ours, lambda row: row["phase"])
             for phase in sorted(by_phase, key=phases.index):
-                lowest = min(by_phase[phase], key=lambda ratio: ratio.value)
-                figures = summary([ratio.value for ratio in by_phase[phase]])
-                lines.append([f"{ours} / {against}", phase, *figures, lowest.peer, case_name(vars(lowest))])
+                lowest = min(by_phase[phase], key=lambda row: row["ratio"])
+                figures = summary([row["ratio"] for row in by_phase[phase]])
+                lines.append([f"{ours} / {against}", phase, *figures, lowest["peer"], case_name(lowest)])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
     return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
 
@@ -176,7 +176,7 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
     shown = {row["impl"] for row in rows if row["ms"] is not None or is_ours(row["impl"])}
     rows = [row for row in rows if row["impl"] in shown]
     ours = [row for row in rows if is_ours(row["impl"])]
-    ratios = {(case_key(vars(ratio)), ratio.ours): f"{ratio.value:.2f}" for ratio in ratios_to_best(rows)}
+    ratios = {(case_key(row), row["impl"]): f"{row['ratio']:.2f}" for row in ratios_to_best(rows)}
     cells = [([case_name(row)], row["impl"], _speed(row, unit)) for row in rows]
     if unit == "GB/s" and copies:
         cells += [([case_name(row)], f"{row['impl']} / copy", _copy_share(row, copies)) for row in ours]

@@ -19,7 +19,7 @@ from flashtile.bench.html.charts import Named, Part, by_length, in_order, record
 from flashtile.bench.html.drawing import DARK, LIGHT, Chart, DotChart, draw, shared_styles
 from flashtile.bench.record import (
     FACTS,
-    Ratio,
+    Row,
     geometric_mean,
     grouped,
     ratios_to_best,
@@ -61,50 +61,42 @@ class Verdict(NamedTuple):
     charts: tuple[Chart, ...]  # the same as pictures, and speeds by length where there is room
 
 
-class _Compared(NamedTuple):
-    """A ratio with where it was measured."""
-
-    machine: str
-    kind: str
-    ratio: Ratio
-
-
 def make_verdict(records: Sequence[Named]) -> Verdict | None:
     """The verdict: our fastest against the fastest other of each case; None where nothing was compared."""
     found = [one for named in records for one in _compared(named)]
     if not found:
         return None
-    sentences = tuple(_sentence(*of_machine) for of_machine in grouped(found, lambda one: one.machine).items())
-    groups = grouped(found, lambda one: (one.kind, one.ratio.phase, one.machine))
+    sentences = tuple(_sentence(*each) for each in grouped(found, lambda row: row["machine"]).items())
+    groups = grouped(found, lambda row: (row["kind"], row["phase"], row["machine"]))
     lines = []
     for (kind, phase, machine), group in sorted(groups.items(), key=lambda each: each[0][0]):
-        figures, lowest = summary([one.ratio.value for one in group]), min(group, key=lambda one: one.ratio.value)
-        lines.append([kind, words.phase_name(phase), machine, *figures, words.full_name(lowest.ratio.peer)])
+        figures, lowest = summary([row["ratio"] for row in group]), min(group, key=lambda row: row["ratio"])
+        lines.append([kind, words.phase_name(phase), machine, *figures, words.full_name(lowest["peer"])])
     headings = ["kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against"]
     charts = [*_overview(found), *by_length(records)][:_CHARTS]
     return Verdict(sentences, Table("", headings, lines), tuple(charts))
 
 
-def _compared(named: Named) -> list[_Compared]:
-    """The best ratio of each case and phase of a record."""
+def _compared(named: Named) -> list[Row]:
+    """The best ratio of each case and phase of a record, with the `machine` and the `kind` of call."""
     compared = (row for row in named.rows if not {row["op"], row["impl"]} & set(_NO_COMPARISON))
-    by_case = grouped(ratios_to_best(compared), lambda ratio: (str(ratio.case), ratio.op + ratio.phase))
+    by_case = grouped(ratios_to_best(compared), lambda row: (str(row["case"]), row["op"] + row["phase"]))
     portable = {row["impl"] for row in named.rows if is_ours(row["impl"])} == {"flashtile-triton"}
     found = []
     for of_case in by_case.values():
-        best = max(of_case, key=lambda ratio: ratio.value)
-        kind = words.describe_kind(best.op, best.case, bool(named.facts.get("gpu")))
-        kind += ", portable kernels" if portable and best.op == "attention" else ""
-        found.append(_Compared(named.machine, kind, best))
+        best = max(of_case, key=lambda row: row["ratio"])
+        kind = words.describe_kind(best["op"], best["case"], bool(named.facts.get("gpu")))
+        kind += ", portable kernels" if portable and best["op"] == "attention" else ""
+        found.append({**best, "machine": named.machine, "kind": kind})
     return found
 
 
-def _sentence(machine: str, found: Sequence[_Compared]) -> str:
-    values = [one.ratio.value for one in found]
+def _sentence(machine: str, found: Sequence[Row]) -> str:
+    values = [row["ratio"] for row in found]
     faster = sum(value > 1 for value in values)
     cases = f"{faster:,} of {len(values):,} comparisons" if faster < len(values) else f"all {faster:,} comparisons"
-    kinds = grouped(found, lambda one: one.kind)
-    means = sorted((geometric_mean(one.ratio.value for one in of_kind), kind) for kind, of_kind in kinds.items())
+    kinds = grouped(found, lambda row: row["kind"])
+    means = sorted((geometric_mean(row["ratio"] for row in of_kind), kind) for kind, of_kind in kinds.items())
     slower = [f"{kind} ({mean:.2f})" for mean, kind in means if mean < 0.995]
     return (
         f"On {machine} flashtile is faster than the fastest other implementation in {cases}, "
@@ -113,19 +105,19 @@ def _sentence(machine: str, found: Sequence[_Compared]) -> str:
     )
 
 
-def _overview(found: Sequence[_Compared]) -> list[Chart]:
+def _overview(found: Sequence[Row]) -> list[Chart]:
     """Mean ratios with a dot for each machine: attention forward and backward, the companions, and all else."""
 
-    def place(one: _Compared) -> tuple[str, str]:
-        if one.ratio.op == "attention" and one.ratio.phase in ("fwd", "bwd"):
-            return f"Attention, {words.phase_name(one.ratio.phase)}", one.kind.removeprefix("Attention: ")
-        if one.ratio.op in COMPANIONS:
-            return "Norms, rotary embedding, softmax, losses and layers", one.kind
-        return "Decoding, training and others", one.kind
+    def place(row: Row) -> tuple[str, str]:
+        if row["op"] == "attention" and row["phase"] in ("fwd", "bwd"):
+            return f"Attention, {words.phase_name(row['phase'])}", row["kind"].removeprefix("Attention: ")
+        if row["op"] in COMPANIONS:
+            return "Norms, rotary embedding, softmax, losses and layers", row["kind"]
+        return "Decoding, training and others", row["kind"]
 
     charts: dict[str, dict[str, dict[str, float]]] = {}
-    for (title, case, machine), group in grouped(found, lambda one: (*place(one), one.machine)).items():
-        mean = geometric_mean(one.ratio.value for one in group)
+    for (title, case, machine), group in grouped(found, lambda row: (*place(row), row["machine"])).items():
+        mean = geometric_mean(row["ratio"] for row in group)
         charts.setdefault(title, {}).setdefault(case, {})[machine] = mean
     unit = "times the speed of the fastest other"
     return [DotChart(title, cases, unit, logarithmic=True, level=1.0) for title, cases in charts.items()]

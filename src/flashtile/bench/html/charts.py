@@ -252,15 +252,15 @@ def _said(rows: Rows) -> Facets:
 def ratios(rows: Rows) -> list[LineChart]:
     """A chart for each phase and implementation of ours, with a line for each family."""
     found = [
-        (label, one)
+        (label, row)
         for label, of_label in grouped(_labelled(rows), lambda each: each[0]).items()
-        for one in ratios_to_best(row for _, row in of_label)
+        for row in ratios_to_best(row for _, row in of_label)
     ]
-    several = len({one.ours for _, one in found}) > 1
+    several = len({row["impl"] for _, row in found}) > 1
     points = (
-        (_title(None, one.phase, words.full_name(one.ours) if several else "") + ": speed over the best peer", label,
-         one.case["S"], one.value)
-        for label, one in found
+        (_title(None, row["phase"], words.full_name(row["impl"]) if several else "") + ": speed over the best peer",
+         label, row["case"]["S"], row["ratio"])
+        for label, row in found
     )  # fmt: skip
     return _lines(points, _LENGTH, "× the best peer", level=1.0)
 
