@@ -20,7 +20,7 @@ import torch
 from flashtile.bench import tables
 from flashtile.bench.base import AnyCase, half_dtype
 from flashtile.bench.companion_cases import Copy, CrossEntropy, LayerNorm, LinearCrossEntropy, RMSNorm
-from flashtile.bench.record import FACTS, Record, Row
+from flashtile.bench.record import FACTS, Record
 from flashtile.bench.serving_cases import ServingCase
 
 COMMAND = "flashtile bench card"
@@ -82,13 +82,11 @@ def public(record: Record, checks: Sequence[dict[str, Any]], tuned: Sequence[dic
         "command": COMMAND,
         "tuned": [{name: row[name] for name in TUNED} for row in tuned],
         "checks": [{**check, "wrong": [without_names(message) for message in check["wrong"]]} for check in checks],
-        "rows": [_public_row(row) for row in record["rows"]],
+        "rows": [
+            {name: without_names(row[name]) if name == "why" else row[name] for name in _ROW if name in row}
+            for row in record["rows"]
+        ],
     }
-
-
-def _public_row(row: Row) -> Row:
-    found = {name: row[name] for name in _ROW if name in row}
-    return found | ({"why": without_names(row["why"])} if "why" in row else {})
 
 
 def without_names(message: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile import BlockMask
 from flashtile.bench import masks
 from flashtile.bench.base import AnyCase
-from flashtile.bench.values import NORMAL, activations, changed, find_layer
+from flashtile.bench.values import NORMAL, TRAINED, activations, changed
 
 #: The backward recomputes the scores and makes four more products of the size of the forward's two.
 _BACKWARD_FLOPS = 2.5
@@ -208,11 +208,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
-    layer = find_layer(case.values)
-    if layer is None:
-        q, k, v = changed(case.values, *(normal(*shape) for shape in case.shapes()))
+    if case.values.startswith(TRAINED):
+        layer = activations(device)[int(case.values.removeprefix(TRAINED))]
+        q, k, v = (tensor.to(case.torch_dtype) for tensor in layer)
     else:
-        q, k, v = (tensor.to(case.torch_dtype) for tensor in activations(device)[layer])
+        q, k, v = changed(case.values, *(normal(*shape) for shape in case.shapes()))
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
     block_mask, mask = make_masks(case, device)
     dout = normal(*case.shapes()[0][:-1], case.Dv)

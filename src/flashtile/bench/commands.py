@@ -74,10 +74,8 @@ def measure(
     cases = select_cases(BENCHMARKS[command].cases(given, device), given.get("cases", ()))
     chosen = choose_implementations(command, given.get("impl", ()), device, given.get("quick", False))
     recorder = Recorder(device, command_line(), output)
-    measure_cases(
-        command, cases, chosen, recorder, jobs=given.get("jobs", 0), seconds=given.get("seconds"), on_case=on_case,
-        announce=announce,
-    )  # fmt: skip
+    times = {"jobs": given.get("jobs", 0), "seconds": given.get("seconds")}
+    measure_cases(command, cases, chosen, recorder, **times, on_case=on_case, announce=announce)
     return recorder.record
 
 
@@ -280,13 +278,13 @@ def measure_against(
             for name, tree in trees if turn % 2 else trees[::-1]:
                 on_run(name, sum(map(len, found.values())))
                 found[name].append(_run(tree, arguments, Path(folder) / "record.json"))
-    there = merge(found[ref])
+    here, there = merge(found["here"]), merge(found[ref])
     if not str(there["commit"]).startswith(commit):
         raise UserError(
             f"--against: expected to measure commit {commit}, measured {there['commit']}; flashtile is "
             "imported from another place than PYTHONPATH"
         )
-    return merge(found["here"]), there
+    return here, there
 
 
 def checkout() -> Path:

@@ -60,8 +60,6 @@ Record = dict[str, Any]
 Row = dict[str, Any]
 _Item = TypeVar("_Item")
 _Group = TypeVar("_Group")
-#: Case, implementation, phase, and the step of a breakdown.
-Key = tuple[str, str, str, str]
 
 
 def make_record(device: torch.device, command: str, rows: Sequence[Row]) -> Record:
@@ -323,6 +321,6 @@ def peers(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["impl"] for row in rows if row["ms"] is not None and not is_ours(row["impl"])))
 
 
-def row_key(row: Row) -> Key:
-    """Identifies what a row measured, the same in two records."""
+def row_key(row: Row) -> tuple[str, ...]:
+    """Identifies what a row measured, the same in two records: also by the step of a breakdown."""
     return case_key(row), row["impl"], row["phase"], row.get("step", "")

@@ -32,16 +32,13 @@ from flashtile.bench.tables import wide_case
 Options = Mapping[str, Any]
 
 
-Tables = Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """A command of `flashtile bench`."""
 
     title: str  # of its tables
     operations: Mapping[str, type[AnyCase]]  # names in records -> the class of their cases
-    tables: Tables  # from a device, its cases by the names of tables
+    tables: Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]  # from a device, its cases by names of tables
     implementations: tuple[Implementation, ...]
     problem: ProblemOf
     unit: str | None = None  # of its speeds; None where it depends on the case

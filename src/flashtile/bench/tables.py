@@ -15,7 +15,7 @@ import torch
 from flashtile.bench.base import half_dtype, select_named
 from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.masks import PADDING, long_tailed_lengths
-from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
+from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, TRAINED
 
 DEFAULT, ALL = "default", "all"
 _BOTH, _HALF = (False, True), ("bf16", "fp16")
@@ -48,7 +48,7 @@ def value_cases() -> list[Case]:
         _case(2, 8192, heads[dim], dim, causal=causal, dtype=dtype, values=values)
         for dtype, dim, causal, values in product(_HALF, heads, _BOTH, MADE)
     ]
-    taken = product(_HALF, (NORMAL, *map(trained, range(MODEL.layers))))
+    taken = product(_HALF, (NORMAL, *(f"{TRAINED}{layer}" for layer in range(MODEL.layers))))
     return [*made, *(replace(layer, dtype=dtype, values=values) for dtype, values in taken)]
 
 

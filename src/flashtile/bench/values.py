@@ -28,7 +28,8 @@ from flashtile.models import GPT, GPTConfig
 
 NORMAL = "normal"
 _TIMES = "q-times-"
-_TRAINED = "trained-"
+#: Before the number of a layer of the trained model.
+TRAINED = "trained-"
 
 #: Values of the table, beside those of the trained model's layers.
 MADE = (
@@ -46,16 +47,6 @@ _STEPS = 1000
 _LEARNING_RATE = 1e-3
 
 
-def trained(layer: int) -> str:
-    """The name of what a layer of the trained model computes."""
-    return f"{_TRAINED}{layer}"
-
-
-def find_layer(values: str) -> int | None:
-    """The layer whose activations are meant; None for values that are made."""
-    return int(values.removeprefix(_TRAINED)) if values.startswith(_TRAINED) else None
-
-
 def changed(values: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Normal tensors `[B, S, heads, D]`, changed as `values` says. They stay in their dtype."""
     seq = k.shape[1]
@@ -65,12 +56,10 @@ def changed(values: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         return q + 3, k + 3, v
     if values == "growing-keys":
         return q, k * torch.linspace(0.05, 20, seq, device=k.device, dtype=k.dtype)[:, None, None], v
-    if values in ("first-key-times-50", "late-key-times-100"):
-        place, factor = (0, 50) if values.startswith("first") else (seq * 3 // 4, 100)
+    if values != NORMAL:
+        place, factor = {"first-key-times-50": (0, 50), "late-key-times-100": (seq * 3 // 4, 100)}[values]
         k = k.clone()
         k[:, place] *= factor
-        return q, k, v
-    assert values == NORMAL, values
     return q, k, v
 
 
