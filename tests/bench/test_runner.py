@@ -157,37 +157,33 @@ def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
         assert_same(blocks[name], expected, name)
 
 
+def assert_a_wrong_element_is_found(case, place):
+    judging = Oracle(case, inputs := make_inputs(case, CPU))
+    tensors = (inputs.q, inputs.k, inputs.v, *(() if inputs.bias is None else (inputs.bias,)))
+    out = build_flashtile("reference")(case, inputs)(*tensors)
+    assert judging.judge({"out": out}).why is None
+    out[place] += 1
+    assert judging.judge({"out": out}).why is not None
+
+
 @pytest.mark.parametrize("dropout_p, heads, seen", [(0.0, [0, 3], (-1, -1)), (0.3, [0, 1], (0, 0))])
 def test_oracle_looks_at_fewer_heads_when_they_are_large(dropout_p, heads, seen, monkeypatch):
     """With dropout at the first ones of the first batch entry: the bits of others depend on the number of heads."""
     monkeypatch.setitem(oracle._SCORES, "cpu", 1)
     case = Case(2, 32, 8, 4, 8, 8, dropout_p=dropout_p, dtype="fp32")
     assert oracle._choose_heads(case, CPU).tolist() == heads
-    judging = Oracle(case, inputs := make_inputs(case, CPU))
-    out = build_flashtile("reference")(case, inputs)(inputs.q, inputs.k, inputs.v)
-    assert judging.judge({"out": out}).why is None
-    entry, head = seen
-    out[entry, -1, head, -1] += 1
-    assert judging.judge({"out": out}).why is not None
+    assert_a_wrong_element_is_found(case, (seen[0], -1, seen[1], -1))
 
 
 def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
-    judging = Oracle(PACKED, inputs := make_inputs(PACKED, CPU))
-    out = build_flashtile("reference")(PACKED, inputs)(inputs.q, inputs.k, inputs.v)
-    assert judging.judge({"out": out}).why is None
-    out[48] *= 1.1  # the only row of the second sequence
-    assert judging.judge({"out": out}).why is not None
+    assert_a_wrong_element_is_found(PACKED, (48, 1, 3))  # in the only row of the second sequence
 
 
 def test_oracle_checks_heads_in_every_batch_entry(monkeypatch):
     monkeypatch.setitem(oracle._SCORES, "cpu", 1)
     case = Case(3, 32, 8, 4, 8, 8, dtype="fp32", bias="1HSS")
     assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
-    judging = Oracle(case, inputs := make_inputs(case, CPU))
-    out = build_flashtile("reference")(case, inputs)(inputs.q, inputs.k, inputs.v, inputs.bias)
-    assert judging.judge({"out": out}).why is None
-    out[1, -1, -1, -1] += 1
-    assert judging.judge({"out": out}).why is not None
+    assert_a_wrong_element_is_found(case, (1, -1, -1, -1))
 
 
 def test_oracle_counts_the_work_of_documents_and_packed_sequences_one_by_one(monkeypatch):
