@@ -214,16 +214,11 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     "group, walks, query_tiles, uneven, shares",
     [
         (8, 64, 100, False, 2),  # half of 132 multiprocessors; with four shares as much is left over
-        (2, 96, 100, False, 1),  # two rounds of halves take as long
         (8, 140, 100, False, 8),  # two rounds of which the second is all but empty
         (8, 140, 2, False, 1),  # adding up takes longer than the second round
-        (8, 128, 100, False, 1),
         (8, 256, 100, True, 1),
         (8, 128, 100, True, 2),  # the longest walk takes as long as all the others together
         (6, 64, 100, True, 6),
-        (12, 8, 100, True, 12),
-        (7, 8, 100, True, 7),
-        (1, 8, 100, True, 1),
         (8, 8, 1, True, 8),  # each has a multiprocessor for itself
         (2, 8, 2, True, 1),  # too short
     ],
@@ -244,15 +239,10 @@ def test_heads_are_divided_for_the_last_line():
     [
         (40, 32, 1, 3),
         (10, 32, 1, 11),
-        (80, 8, 1, 1),
         (64, 4, 1, 1),  # adding up takes as long as half of the walk
         (64, 16, 1, 2),
-        (1, 128, 8, 128),
-        (4, 8, 7, 8),
         (200, 128, 1, 3),  # two rounds, of which the second is half empty
         (400, 60, 1, 1),  # three rounds and a little, which two parts shorten by 1 %
-        (4000, 128, 1, 1),
-        (1, 1, 8, 1),
     ],
 )
 def test_into_how_many_parts_walks_are_divided(walks, query_tiles, group, parts):

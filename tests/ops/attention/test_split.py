@@ -132,6 +132,7 @@ def test_gpu_runs_and_graph_replays_give_the_same_bits():
         ((1, 64, 32, 8, 32), True, False),
         ((1, 17, 32, 8, 32), True, True),
         ((1, 128, 8, 8, 256), True, False),
+        ((1, 1, 32, 32, 256), True, True),
     ],
     ids=str,
 )
