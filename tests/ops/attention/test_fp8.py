@@ -407,6 +407,15 @@ def test_autocast_leaves_them_as_they_are():
         assert torch.equal(problem.run()[0], out)
 
 
+def test_the_operator_keeps_its_promises():
+    problem = Problem(Case(seq_q=5, seq_k=7))
+    out, lse = torch.compile(problem.run, backend="aot_eager", fullgraph=True)()
+    wanted = problem.run()
+    assert_same((out, lse), wanted)
+    q, k, v = (x.to("meta") for x in problem.qkv)
+    assert flashtile.attention(q, k, v).dtype is torch.bfloat16
+
+
 def _refuses(error: type[Exception], message: str, **changes: Any) -> None:
     with pytest.raises(error, match=message):
         Problem(Case()).run(**changes)

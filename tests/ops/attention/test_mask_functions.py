@@ -11,6 +11,7 @@ from flashtile import BlockMask
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
 from support.attention.mask_checks import check_mask
+from support.running.places import places
 
 BATCH, HEADS, SEQ_Q, SEQ_K = 2, 2, 210, 170
 
@@ -189,17 +190,8 @@ def test_room_that_is_left(room):
     assert nothing.entries == 0
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_calls_with_room_give_the_same(backend):
-    check_calls_with_room(backend)
-
-
-@pytest.mark.interpreter
-def test_interpreted_calls_with_room_give_the_same():
-    check_calls_with_room("triton")
-
-
-def check_calls_with_room(backend):
+@places("cpu", "reference", "interpreted")
+def test_calls_with_room_give_the_same(backend, device):
     function = FUNCTIONS["documents_of_batch"]
     q, k = (torch.randn(2, 100, 1, 16, requires_grad=True) for _ in range(2))
     bias = torch.randn(1, 1, 100, 1, requires_grad=True)

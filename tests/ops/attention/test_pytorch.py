@@ -120,8 +120,9 @@ def test_third_derivative():
     assert gradgradcheck(gradient, few_inputs(), fast_mode=True)
 
 
-@pytest.mark.parametrize("case", ["dense", "packed"])
+@pytest.mark.parametrize("case", ["dense", "packed", "bias"])
 def test_nothing_quadratic_is_saved(case):
+    """But for a bias, once."""
     saved = []
     seq = 96
 
@@ -129,15 +130,29 @@ def test_nothing_quadratic_is_saved(case):
         saved.append(tensor.numel())
         return tensor
 
-    options = {"causal": True, "dropout_p": 0.1, "return_lse": True}
+    options: dict[str, Any] = {"causal": True, "dropout_p": 0.1, "return_lse": True}
+    if case == "bias":
+        options["bias"] = leaf(seq, seq)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        if case == "dense":
-            flashtile.attention(*dense_inputs(1, seq), **options)
-        else:
+        if case == "packed":
             inputs, cu_seqlens = packed_inputs((seq,))
             flashtile.attention_varlen(*inputs, cu_seqlens, **options)
-    assert saved
-    assert max(saved) == seq * 4 * 8, "the largest is q or out"
+        else:
+            flashtile.attention(*dense_inputs(1, seq), **options)
+    *others, largest = sorted(saved)
+    if case == "bias":
+        assert largest == seq * seq
+        *others, largest = others
+    assert largest == seq * 4 * 8, "the largest is q or out"
+
+
+def test_upstream_gradient_of_a_sum():
+    # The gradient of sum() is one number expanded by stride 0.
+    q, k, v = dense_inputs()
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
+    sums = torch.autograd.grad((out.sum(), lse.sum()), (q, k, v), retain_graph=True)
+    ones = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert_same(sums, ones)
 
 
 # --- autocast, checkpointing, modules, threads ----------------------------------------------------------------------

@@ -26,21 +26,16 @@ from flashtile.testing.tolerance import Size, size
 from gluon_emulator import language
 from gluon_emulator.values import Value
 from support.attention.attention_cases import parameters, score_mod_combined
+from support.running.places import places
 
 F = torch.nn.functional
 SEQ, HEADS = 40, 2
 
 
-@pytest.mark.interpreter
+@places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(score_mod_combined()))
-def test_interpreted_pairs(case):
-    check(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(score_mod_combined()))
-def test_pairs_on_a_gpu(case):
-    check(case, "triton", "cuda")
+def test_pairs(case, backend, device):
+    check(case, backend, device)
 
 
 def _tables(device: str) -> dict[str, Tensor]:
@@ -143,16 +138,10 @@ def _part(name: str, query: int) -> dict[str, Tensor]:
     return _results(FUNCTIONS[name], "reference", "cpu", torch.float64, query=query)
 
 
-@pytest.mark.interpreter
+@places("interpreted", "gpu")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_interpreted_operations(name):
-    _agrees(name, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_operations_on_a_gpu(name):
-    _agrees(name, "cuda")
+def test_operations(name, backend, device):
+    _agrees(name, device)
 
 
 #: Functions whose tables are read by both indices, one of them, the head alone and none.
