@@ -182,7 +182,11 @@ def bench_distributed(
         raise UserError(f"--gpus: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {gpus}")
     check_seconds(seconds)
     count = gpus or (torch.cuda.device_count() if device == "cuda" else 2)
-    cases = _chosen(cases_named(device, count, quick), lengths, mask)
+    cases = cases_named(device, count, quick)
+    (causal,) = select_named("--mask", [mask], MASKS, "this benchmark")
+    known = {str(case.S): case.S for case in cases}
+    chosen = select_named("--lengths", map(str, lengths), known, "this benchmark") or known.values()
+    cases = [case for case in cases if case.causal in causal and case.S in chosen]
     select_named("--impl", impl, IMPLEMENTATIONS, device)
     names = list(dict.fromkeys([BASELINE, *(impl or IMPLEMENTATIONS)]))
     require_writable(output)
@@ -192,14 +196,6 @@ def bench_distributed(
         end, store = time.time() + limit, f"{folder}/store"
         run = _Run(cases, names, store, output, command_line(), seconds=seconds, end=end, profiled=profile)
         mp.spawn(run, nprocs=count)
-
-
-def _chosen(cases: Sequence[ParallelCase], lengths: Sequence[int], mask: str) -> list[ParallelCase]:
-    """The cases of some lengths and masks."""
-    (causal,) = select_named("--mask", [mask], MASKS, "this benchmark")
-    known = {str(case.S): case.S for case in cases}
-    chosen = select_named("--lengths", map(str, lengths), known, "this benchmark") or known.values()
-    return [case for case in cases if case.causal in causal and case.S in chosen]
 
 
 #: A profile is of so many calls at most, and of about so many milliseconds; there is none of a call that takes longer.

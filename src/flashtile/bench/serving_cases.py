@@ -145,20 +145,16 @@ def _cuda_tables() -> dict[str, list[ServingCase]]:
     }  # fmt: skip
 
 
-def _cpu_decode() -> list[ServingCase]:
-    """Caches of small and large models, groups of 1 to 8 and one key/value head for all, pages and new rows."""
-    sizes = (
-        ServingCase(1, 2048, 8, 8, 64, 64), ServingCase(1, 4096, 8, 1, 64, 64), ServingCase(1, 8192, 16, 4, 64, 64),
-        ServingCase(16, 512), ServingCase(2, 2048, 32, 4), ServingCase(4, 4096), ServingCase(1, 32768),
-        ServingCase(4, 1024, page=16), ServingCase(4, 1024, page=256), ServingCase(4, 1024, append=True),
-    )  # fmt: skip
-    return [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in sizes]
-
-
 def _cpu_tables() -> dict[str, list[ServingCase]]:
     small: dict[str, Any] = {"H": 8, "Hkv": 2, "D": 64, "Dv": 64, "dtype": "fp32"}
     sizes = ((64, 512), (64, 2048), (256, 512), (256, 2048))
     latent = {**_LATENT, "D": 80, "Dv": 64, "H": 8, "dtype": "fp32"}
+    # Caches of small and large models, groups of 1 to 8 and one key/value head for all, pages and new rows.
+    decoding = (
+        ServingCase(1, 2048, 8, 8, 64, 64), ServingCase(1, 4096, 8, 1, 64, 64), ServingCase(1, 8192, 16, 4, 64, 64),
+        ServingCase(16, 512), ServingCase(2, 2048, 32, 4), ServingCase(4, 4096), ServingCase(1, 32768),
+        ServingCase(4, 1024, page=16), ServingCase(4, 1024, page=256), ServingCase(4, 1024, append=True),
+    )  # fmt: skip
     return {
         "mixed": [mixed_batch(*half, 64, 128, 512, page=16, **small) for half in ((2, 6), (2, 0), (0, 6))],
         "eight-bits": [ServingCase(4, 1024, page=16, factors=factors, **small) for factors in ("head", "page")],
@@ -166,7 +162,7 @@ def _cpu_tables() -> dict[str, list[ServingCase]]:
         "trees": [ServingCase(2, 512, Sq=15, page=16, tree=tree, **small) for tree in (True, False)],
         "latent": [ServingCase(4, 1024, page=16, **latent)],
         "chunks": [ServingCase(2, rows, Sq=chunk, page=page, **small) for page in (16, None) for chunk, rows in sizes],
-        "decode": _cpu_decode(),
+        "decode": [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in decoding],
     }
 
 

@@ -36,10 +36,6 @@ def _sized(head_dim: int, seq: int, causal: bool) -> Case:
     return _case(16384 // seq, seq, 16 if head_dim < 128 else 8, head_dim, causal=causal)
 
 
-def _kinds(*dtypes: str) -> list[dict[str, Any]]:
-    return [{"dtype": dtype, "causal": causal} for dtype in dtypes for causal in _BOTH]
-
-
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
     layer = _case(BATCH, MODEL.context, MODEL.heads, MODEL.head_dim, causal=True)
@@ -53,7 +49,7 @@ def value_cases() -> list[Case]:
 
 
 def _cpu_tables() -> dict[str, list[Case]]:
-    kinds = _kinds("fp32", "bf16")
+    kinds: list[dict[str, Any]] = [{"dtype": dtype, "causal": each} for dtype in ("fp32", "bf16") for each in _BOTH]
     changes: tuple[dict[str, Any], ...] = ({"mask": PADDING}, {"mask": "random0.5"}, {"bias": "1HSS"})
     features = (
         *(_case(2, 512, 8, 64, **change) for change in changes),
