@@ -158,7 +158,7 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}; name a file in another folder") from None
 
 
-def require_writable(path: Path | None, option: str = "--output") -> None:
+def require_writable(path: Path | None) -> None:
     """Makes the folder of a file before anything is measured for it. Raises UserError if the file cannot be written."""
     if path is None:
         return
@@ -168,7 +168,7 @@ def require_writable(path: Path | None, option: str = "--output") -> None:
         path.open("ab").close()
     except OSError as error:
         raise UserError(
-            f"{option}: expected a file that can be written, got {path}: {error.strerror}; name one in another folder"
+            f"--output: expected a file that can be written, got {path}: {error.strerror}; name one in another folder"
         ) from None
     if not existed:
         path.unlink()

@@ -233,8 +233,6 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, styles: Styles) -> l
         marks = [mark for mark in (_FAR if high > 3 * low else _NEAR) if low <= mark <= high]
         axes.set_xlim(low, high)
         axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
-    elif chart.logarithmic:
-        _write_numbers(axes.xaxis, found)
     else:
         axes.set_xlim(left=0)
         _write_numbers(axes.xaxis)
