@@ -143,6 +143,7 @@ _Q, _K = torch.randn(2, 6, 4, 8), torch.randn(2, 5, 2, 8)
     ("arguments", "error", "message"),
     [
         ({"q": _Q[0], "k": _K[0]}, ValueError, "got a packed shape .*cut out one sequence: q\\[None, start:end\\]"),
+        ({"q": None}, TypeError, "q: expected a torch.Tensor"),
         ({"rows": 3}, TypeError, "rows: expected a slice, a sequence of ints or an int tensor, got 3"),
         ({"rows": "3"}, TypeError, "rows: expected a slice"),
         ({"rows": [0, 6]}, ValueError, "rows: expected numbers from 0 to seq_q - 1 = 5, got 6"),
@@ -156,6 +157,7 @@ _Q, _K = torch.randn(2, 6, 4, 8), torch.randn(2, 5, 2, 8)
         ({"dropout_p": 0.1}, ValueError, "dropout_seed: expected the seed of the call"),
         ({"bias": torch.zeros(3, 3)}, ValueError, "bias: expected a shape that broadcasts"),
         ({"block_mask": patterns.causal(6, 6)}, ValueError, "block_mask: .*built for seq_k 6, the call has 5"),
+        ({"key_lengths": torch.tensor([-1, 2])}, ValueError, "key_lengths: expected lengths of at least 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None if isinstance(value, type) else value[:40],
 )
