@@ -29,8 +29,6 @@ KNOWN_ANSWERS = [
     ),
 ]
 
-Words = tuple[int, int, int, int]
-
 
 @pytest.mark.parametrize("counter, key, words", KNOWN_ANSWERS, ids=["zeros", "ones", "pi"])
 def test_known_answers(counter, key, words):

@@ -442,11 +442,6 @@ def test_each_packed_sequence_has_a_tile(sequences, count):
     assert splits.forward_splits(described, configs.choose_config(described)) == count
 
 
-def test_where_ptxas_would_spill_few_tiles_have_several_consumers():
-    call = _described(64, 64, batch=1, heads=12, heads_kv=12, seq_q=1500, seq_k=1500, multiprocessors=132)
-    assert configs.choose_config(call, spills=True).block_m == 192
-
-
 @pytest.mark.parametrize(
     "change, keys",
     [
