@@ -122,12 +122,17 @@ def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_fu
     assert "64 queries × 128 keys, 2 computing" in described(wide, block_mask=mask)
 
 
-def test_forward_and_backward_may_be_of_two_backends():
+def test_kernels_may_be_of_two_backends():
+    bias = torch.empty(1, 16, 1, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = _explain(device="sm_90", bias=bias)
+    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
+        ("forward", "hopper"), ("backward", "hopper"), ("dbias", "triton"),
+    ]  # fmt: skip
+
+
+def test_roles_of_warpgroups_are_told():
     found = _explain(device="sm_90")
     assert isinstance(found, flashtile.Explanation)
-    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
-        ("forward", "hopper"), ("backward", "hopper"),
-    ]  # fmt: skip
     assert "2 computing warpgroups" in str(found.kernels[0]) and "forward (hopper)" in str(found)
     wide = flashtile.explain(*(torch.empty(1, 128, 2, d, dtype=torch.bfloat16, device="meta") for d in (192, 192, 128)),
                              device="sm_90")  # fmt: skip
