@@ -21,7 +21,7 @@ def test_a_record_of_two_processes(tmp_path, capfd, monkeypatch):
     output = tmp_path / "record.json"
     arguments = ["--gpus=2", "--impl", "flashtile-ring", "torch-cp-alltoall"]
     monkeypatch.setattr("sys.argv", ["flashtile", "bench", "distributed", "--output", str(output), *arguments])
-    forking()
+    forking(afresh=True)
     monkeypatch.setattr(mp, "spawn", functools.partial(mp.start_processes, start_method="forkserver"))
     bench_distributed(output, gpus=2, impl=arguments[2:])
     record = json.loads(output.read_text("utf-8"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.forkserver
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -123,8 +124,11 @@ def check_pairs(job: str, results: list[_Results]) -> None:
             assert_same(found, expected, name)
 
 
-def forking() -> multiprocessing.context.ForkServerContext:
-    """Processes that are forked from one which has imported what all need: that takes longer than most jobs do."""
+def forking(afresh: bool = False) -> multiprocessing.context.ForkServerContext:
+    """Processes that are forked from one which has imported what all need: that takes longer than most jobs do.
+    `afresh`: from a new one, because what they print goes where the one that forks them was begun."""
+    if afresh:
+        multiprocessing.forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
     of_torch = ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
     context.set_forkserver_preload(
