@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -62,7 +63,7 @@ class Random:
 
 
 @dataclass(frozen=True)
-class Companion(AnyCase):
+class Companion(AnyCase, ABC):
     """One call of a companion operation. Shapes are names of fields, such as "rows columns"."""
 
     dtype: str
@@ -117,9 +118,9 @@ class Companion(AnyCase):
         """The tensors that take no gradient."""
         return {}
 
+    @abstractmethod
     def formula(self, *leaves: Any, **others: Any) -> Any:
         """The output, or outputs, in plain PyTorch, in the dtype of the leaves, for any number of rows."""
-        raise NotImplementedError
 
     def ways(self) -> dict[str, Build]:
         """Name of an implementation that has the operation -> how it computes it."""

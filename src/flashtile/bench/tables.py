@@ -231,7 +231,7 @@ _SMALL_KINDS = (*("plain",) * 6, "window", "softcap", "packed", "dropout", "padd
 
 
 def _drawn(candidate: Callable[[random.Random], Case | None], number: int, seed: int) -> list[Case]:
-    """So many cases of those that a function draws; None is a shape that is not measured."""
+    """The first `number` cases that a function draws; it gives None for a shape that is not measured."""
     draw = random.Random(seed)
     return list(islice(filter(None, (candidate(draw) for _ in count())), number))
 
@@ -330,7 +330,7 @@ def _flops(batch: int, queries: int, keys: int, heads: int, head_dim: int) -> in
 
 
 def small_cases(number: int, seed: int) -> list[Case]:
-    """So many small calls."""
+    """`number` calls, each drawn by `_small_case`."""
     return _drawn(_small_case, number, seed)
 
 

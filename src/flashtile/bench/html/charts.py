@@ -51,7 +51,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Part:
-    """What a record shows on the page."""
+    """A record on the page, with its charts and tables."""
 
     named: Named
     title: str  # what it is about
