@@ -175,9 +175,10 @@ def test_programs(width, rows, programs):
 
 @pytest.mark.parametrize("width", [1, 7, 8, 17, 1000, 1024, 4096, 4097, 50257, 2**30])
 def test_cuts_are_sound(width):
-    for device, itemsize, aligned in itertools.product(devices.KNOWN_DEVICES.values(), (2, 4), (False, True)):
+    cuts = itertools.product(devices.KNOWN_DEVICES.values(), (2, 4), (False, True), (False, True))
+    for device, itemsize, aligned, backward in cuts:
         vector = 16 // itemsize if aligned else 1
-        config = kernels.tile_config(kernels.TileKey(width, itemsize, vector, backward=False), device)
+        config = kernels.tile_config(kernels.TileKey(width, itemsize, vector, backward), device)
         threads = config.num_warps * device.warp_size
         assert config.block_n & (config.block_n - 1) == 0 and config.block_n % vector == 0
         assert threads <= 1024 and config.block_n * itemsize <= 64 * threads

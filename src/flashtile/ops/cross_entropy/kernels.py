@@ -411,9 +411,7 @@ def _shipped_config(key: TileKey, device: DeviceFacts) -> TileConfig:
     width, itemsize, vector, backward = key
     reach = 1 << (width + vector - 2).bit_length()
     block_n = max(32 * vector, min(reach, _TILE_BYTES // itemsize))
-    warp_columns = _WARP_BYTES // itemsize
-    if backward:
-        warp_columns = min(warp_columns, 32 * _GRADIENT_ELEMENTS)
+    warp_columns = 32 * _GRADIENT_ELEMENTS if backward else _WARP_BYTES // itemsize
     num_warps = max(1, block_n // warp_columns)
     return TileConfig(block_n, vector, max(1, num_warps * 32 // device.warp_size))
 
