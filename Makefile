@@ -32,7 +32,7 @@ run_tests = @status=0; unset PYTHONDONTWRITEBYTECODE; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) $(2) -m interpreter || status=1; \
 	exit $$status
 
-test: $(STAMP) ## the quick tests, without a GPU: one case of each, every public function and kernel (5 minutes on two cores)
+test: $(STAMP) ## the quick tests, without a GPU: one case of each, every public function and kernel (3 minutes on two cores)
 	$(call run_tests,the quick part,--part quick,--complete)
 
 test-rest: $(STAMP) ## the tests that `make test` leaves out
