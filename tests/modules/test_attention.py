@@ -1,6 +1,4 @@
-"""Attention modules: each call is the plain computation; options, packing, dropout in training only."""
-
-from itertools import accumulate, pairwise
+"""Attention modules: each call is that of the function; options, packing, dropout in training only."""
 
 import pytest
 import torch
@@ -9,79 +7,45 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile.modules import FlashCrossAttention, FlashSelfAttention, alibi_slopes
 from flashtile.testing import assert_same
-from support.models.module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
+from support.models.module_cases import DEVICES
 from support.running.each_case import each_case
 
+_SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
+#: Options of the modules, and of flashtile.attention, whose numbers have tests of their own.
 OPTIONS = [
-    {},
-    {"causal": True},
-    {"causal": True, "softmax_scale": 0.3, "window_size": (3, -1), "deterministic": True},
-    {"window_size": (2, 4)},
-    {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
-    {"alibi_slopes": torch.tensor([1.0, 0.3, 0.1, 2.0]), "window_size": (-1, 1)},
+    ({}, {}),
+    (
+        {"causal": True, "softmax_scale": 0.3, "window_size": (3, -1)},
+        {"causal": True, "scale": 0.3, "window": (3, None)},
+    ),
+    ({"window_size": (2, 4), "deterministic": True}, {"window": (2, 4), "deterministic": True}),
+    ({"alibi_slopes": _SLOPES, "window_size": (-1, 1)}, {"alibi_slopes": _SLOPES, "window": (None, 1)}),
 ]
 
 
-def cumulative(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def visible(options: dict, seq_q: int, seq_k: int, like: torch.Tensor) -> torch.Tensor:
-    seen = band(seq_q, seq_k, options.get("causal", False), options.get("window_size", (-1, -1)))
-    return seen.to(like.device)
-
-
-def plain(options: dict, q, k, v):
-    lengths = q.shape[1], k.shape[1]
-    slopes = options.get("alibi_slopes")
-    bias = None if slopes is None else alibi_bias(slopes, *lengths).to(q.device)
-    return attention_in_full(q, k, v, visible(options, *lengths, q), options.get("softmax_scale"), bias)
+def check(found, expected, leaves):
+    dout = torch.randn_like(found)
+    of_both = ([out, *torch.autograd.grad(out, leaves, dout)] for out in (found, expected))
+    assert_same(*of_both)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@each_case("dtype", [torch.float32, torch.bfloat16])
-@each_case("options", OPTIONS)
-def test_dense(options, dtype, device):
-    qkv = torch.randn(2, 11, 3, 4, 8)
-    check_module(
-        FlashSelfAttention(**options),
-        lambda module, qkv: (module(qkv),),
-        lambda _, qkv: (plain(options, *qkv.unbind(2)),),
-        [qkv], dtype, device,
-    )  # fmt: skip
-    check_module(
-        FlashCrossAttention(**options),
-        lambda module, q, kv: (module(q, kv),),
-        lambda _, q, kv: (plain(options, q, *kv.unbind(2)),),
-        [torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 2, 8)], dtype, device,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@each_case("options", OPTIONS)
-def test_packed(options, device):
-    lengths_q, lengths_k = [3, 0, 7], [5, 2, 4]
-    cu_q, cu_k = cumulative(lengths_q).to(device), cumulative(lengths_k).to(device)
-
-    def in_turn(q, k, v, cu_k):
-        parts = [
-            plain(options, q[None, a:b], k[None, c:d], v[None, c:d])[0]
-            for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
-        ]
-        return (torch.cat(parts),)
-
-    check_module(
-        FlashSelfAttention(**options),
-        lambda module, qkv: (module(qkv, cu_seqlens=cu_q, max_seqlen=7),),
-        lambda _, qkv: in_turn(*qkv.unbind(1), cu_q),
-        [torch.randn(10, 3, 4, 8)], torch.float32, device,
-    )  # fmt: skip
-    check_module(
-        FlashCrossAttention(**options),
-        lambda module, q, kv: (module(q, kv, None, cu_q, 7, cu_k, 5),),
-        lambda _, q, kv: in_turn(q, *kv.unbind(1), cu_k),
-        [torch.randn(10, 4, 8), torch.randn(11, 2, 2, 8)], torch.float32, device,
-    )  # fmt: skip
+@each_case("options, ours", OPTIONS)
+def test_a_call_is_that_of_the_function(options, ours, device):
+    if "alibi_slopes" in ours:
+        ours = {**ours, "alibi_slopes": _SLOPES.to(device)}
+    alone, across = FlashSelfAttention(**options), FlashCrossAttention(**options)
+    shapes = (2, 11, 3, 4, 8), (2, 5, 4, 8), (2, 9, 2, 2, 8), (10, 3, 4, 8), (11, 2, 2, 8)
+    qkv, q, kv, rows, rows_kv = leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    check(alone(qkv), flashtile.attention(*qkv.unbind(2), **ours), leaves[:1])
+    check(across(q, kv), flashtile.attention(q, *kv.unbind(2), **ours), leaves[1:3])
+    ends, ends_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 3, 3, 10], [0, 5, 7, 11]))
+    expected = flashtile.attention_varlen(*rows.unbind(1), ends, max_seqlen_q=7, max_seqlen_k=7, **ours)
+    check(alone(rows, cu_seqlens=ends, max_seqlen=7), expected, [rows])
+    expected = flashtile.attention_varlen(
+        rows[:, 0], *rows_kv.unbind(1), ends, ends_k, max_seqlen_q=7, max_seqlen_k=5, **ours
+    )
+    check(across(rows[:, 0], rows_kv, None, ends, 7, ends_k, 5), expected, [rows, rows_kv])
 
 
 def test_causal_of_a_call_comes_before_the_modules_own():
@@ -138,7 +102,7 @@ def test_slopes_outlive_a_call_without_values():
 
 
 def test_mistakes_are_explained():
-    qkv, cu_seqlens = torch.randn(2, 6, 3, 2, 8), cumulative([6])
+    qkv, cu_seqlens = torch.randn(2, 6, 3, 2, 8), torch.tensor([0, 6])
     with pytest.raises(ValueError, match=r"qkv: expected shape \[batch, seq, 3, heads, head_dim\], got \[6, 3, 2, 8\]"):
         FlashSelfAttention()(qkv[0])
     with pytest.raises(ValueError, match=r"qkv: expected shape \[total, 3, heads, head_dim\], got \[2, 6, 3, 2, 8\]"):

@@ -1,6 +1,7 @@
-"""Multi-head attention: each of its options is the plain computation, alone and together; caches, masks, mistakes."""
+"""Multi-head attention: its projections around the functions, alone and together; caches, masks, mistakes."""
 
 import copy
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
@@ -11,9 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flashtile
-from flashtile.modules import MHA, FlashCrossAttention, FlashMHA, FlashSelfAttention, KVCache, alibi_slopes
+from flashtile.modules import (
+    MHA,
+    FlashCrossAttention,
+    FlashMHA,
+    FlashSelfAttention,
+    KVCache,
+    RotaryEmbedding,
+    alibi_slopes,
+)
 from flashtile.testing import assert_close, assert_same
-from support.models.module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
+from support.models.module_cases import DEVICES
 from support.running.each_case import each_case
 
 EMBED, HEADS, D = 48, 6, 8
@@ -30,39 +39,35 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def rotated(module: MHA, x: Tensor, table: int, first: int) -> Tensor:
-    """Rotation written out, as complex numbers; `table` positions decide the middle of xPos, `first` of the tables is
-    that of q."""
-    rotary = module.rotary_emb
-    if rotary is None:
-        return x
-    tables = flashtile.rotary_tables(table, rotary.dim, rotary.base, device=x.device)
-    cos, sin = (t[: x.shape[1], None].to(x) for t in tables)
-    if rotary.scale_base is not None:
-        scale = flashtile.xpos_scale(table, rotary.dim, rotary.scale_base, device=x.device)[: x.shape[1], None].to(x)
-        cos, sin = (t * scale if first == 0 else t / scale for t in (cos, sin))
-    turned, rest = x[..., : rotary.dim], x[..., rotary.dim :]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if rotary.interleaved else turned.chunk(2, -1)
-    pairs = (a * cos - b * sin, a * sin + b * cos)
-    turned = torch.stack(pairs, -1).flatten(-2) if rotary.interleaved else torch.cat(pairs, -1)
-    return torch.cat((turned, rest), -1)
-
-
 def in_full(module: MHA, x: Tensor, x_kv: Tensor | None = None, table: int | None = None) -> Tensor:
-    """The module's attention of dense inputs by its matrices."""
+    """The module of dense inputs by functions, and a rotary module of `table` positions."""
     if x_kv is None:
-        q, k, v = (
-            t.unflatten(-1, (-1, module.head_dim))
-            for t in module.Wqkv(x).split([module.embed_dim, *[module.num_heads_kv * module.head_dim] * 2], -1)
-        )
-        q, k = (rotated(module, t, table or x.shape[1], i) for i, t in enumerate((q, k)))
+        widths = [module.embed_dim, *[module.num_heads_kv * module.head_dim] * 2]
+        q, k, v = (t.unflatten(-1, (-1, module.head_dim)) for t in module.Wqkv(x).split(widths, -1))
+        if (own := module.rotary_emb) is not None:
+            rotary = RotaryEmbedding(own.dim, own.base, own.interleaved, own.scale_base, x.device)
+            cos, sin, *of_keys = rotary.tables(table or x.shape[1], x.device)
+            q = flashtile.apply_rotary(q, cos, sin, own.interleaved)
+            k = flashtile.apply_rotary(k, *(of_keys if own.scale_base else (cos, sin)), own.interleaved)
     else:
         q = module.Wq(x).unflatten(-1, (-1, module.head_dim))
         k, v = (t.unflatten(-1, (-1, module.head_dim)) for t in module.Wkv(x_kv).chunk(2, -1))
-    seen = band(q.shape[1], k.shape[1], module.causal, module.inner_attn.window_size).to(x.device)
-    bias = alibi_bias(alibi_slopes(HEADS), q.shape[1], k.shape[1]).to(x.device) if module.use_alibi else None
-    out = attention_in_full(q, k, v, seen, module.inner_attn.softmax_scale, bias)
+    window = [None if side == -1 else side for side in module.inner_attn.window_size]
+    slopes = alibi_slopes(HEADS, x.device).to(torch.promote_types(x.dtype, torch.float32)) if module.use_alibi else None
+    options = {"causal": module.causal, "window": window, "scale": module.inner_attn.softmax_scale}
+    out = flashtile.attention(q, k, v, alibi_slopes=slopes, **options)
     return F.linear(out.flatten(2), module.out_proj.weight, module.out_proj.bias)
+
+
+def check(module: MHA, run: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Asserts that results and gradients of two functions of inputs are the same."""
+    found = []
+    for function in (run, plain):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        dout = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+        found.append([out, *torch.autograd.grad(out, [*leaves, *module.parameters()], dout)])
+    assert_same(*found)
 
 
 def make(**options: Any) -> MHA:
@@ -71,82 +76,56 @@ def make(**options: Any) -> MHA:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@each_case("dtype", [torch.float32, torch.bfloat16])
 @each_case("options", OPTIONS)
-def test_dense(options, dtype, device):
-    module = make(**options)
-    plain = lambda module, x: (in_full(module, x),)  # noqa: E731
-    check_module(module, lambda module, x: (module(x),), plain, [torch.randn(2, 11, EMBED)], dtype, device)
+def test_dense_packed_and_padded(options, device):
+    """Of padded ones, kept tokens attend to one another as if the others had never been there; the others give 0 and
+    take nothing."""
+    module, x = make(**options).to(device), torch.randn(3, 9, EMBED, device=device)
+    check(module, module, lambda x: in_full(module, x), x)
+    ends = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device)
 
+    def in_turn(x):
+        return torch.cat([in_full(module, x[None, a:b], table=7)[0] for a, b in pairwise(ends.tolist())])
 
-@pytest.mark.parametrize("device", DEVICES)
-@each_case("options", OPTIONS)
-def test_packed(options, device):
-    cu_seqlens = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device)
-
-    def in_turn(module, x):
-        return (torch.cat([in_full(module, x[None, a:b], table=7)[0] for a, b in pairwise(cu_seqlens.tolist())]),)
-
-    for given in ({"max_seqlen": 7}, {}):
-        if "rotary_emb_scale_base" in options and not given:
-            continue  # the middle of the table of xPos is then elsewhere
-        check_module(
-            make(**options),
-            lambda module, x, given=given: (module(x, cu_seqlens=cu_seqlens, **given),),
-            in_turn, [torch.randn(11, EMBED)], torch.float32, device,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@each_case("options", OPTIONS)
-def test_padding_mask(options, device):
-    """Kept tokens attend to one another as if the others had never been there; the others give 0 and take nothing."""
+    rows = torch.randn(11, EMBED, device=device)
+    check(module, lambda x: module(x, cu_seqlens=ends, max_seqlen=7), in_turn, rows)
+    if "rotary_emb_scale_base" not in options:  # the middle of the table of xPos is then elsewhere
+        check(module, lambda x: module(x, cu_seqlens=ends), in_turn, rows)
     mask = torch.ones(3, 9, dtype=torch.bool, device=device)
     mask[0, 5:] = mask[1, [0, 3]] = mask[2] = False
-    longest = int(mask.sum(1).max())
 
-    def one_by_one(module, x):
+    def one_by_one(x):
         out = torch.zeros_like(x)
         for row, keep in enumerate(mask):
-            attended = in_full(module, x[row, keep][None], table=longest)[0]
+            attended = in_full(module, x[row, keep][None], table=7)[0]
             out = out.index_put((torch.tensor(row, device=x.device), keep.nonzero().flatten()), attended)
-        return (out,)
+        return out
 
-    check_module(
-        make(**options),
-        lambda module, x: (module(x, key_padding_mask=mask),),
-        one_by_one, [torch.randn(3, 9, EMBED)], torch.float32, device,
-    )  # fmt: skip
-    x = torch.randn(3, 9, EMBED, device=device)
-    module = make(**options).to(device)
+    check(module, lambda x: module(x, key_padding_mask=mask), one_by_one, x)
     assert torch.equal(module(x.masked_fill(~mask[..., None], torch.nan), key_padding_mask=mask), module(x, None, mask))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @each_case("heads_kv", [HEADS, 2])
 def test_cross_attention(heads_kv, device):
-    inputs = [torch.randn(2, 5, EMBED), torch.randn(2, 9, EMBED)]
-    module = make(cross_attn=True, num_heads_kv=heads_kv)
-    run = lambda module, x, x_kv: (module(x, x_kv),)  # noqa: E731
-    check_module(module, run, lambda m, x, x_kv: (in_full(m, x, x_kv),), inputs, torch.float32, device)
-
+    module = make(cross_attn=True, num_heads_kv=heads_kv).to(device)
+    x, x_kv = torch.randn(2, 5, EMBED, device=device), torch.randn(2, 9, EMBED, device=device)
+    check(module, module, lambda x, x_kv: in_full(module, x, x_kv), x, x_kv)
     mask = torch.ones(2, 9, dtype=torch.bool, device=device)
     mask[0, 6:] = mask[1, [0, 4]] = False
 
-    def one_by_one(module, x, x_kv):
-        return (torch.cat([in_full(module, x[i][None], x_kv[i, keep][None]) for i, keep in enumerate(mask)]),)
+    def one_by_one(x, x_kv):
+        return torch.cat([in_full(module, x[i][None], x_kv[i, keep][None]) for i, keep in enumerate(mask)])
 
-    masked = lambda module, x, x_kv: (module(x, x_kv, key_padding_mask=mask),)  # noqa: E731
-    check_module(module, masked, one_by_one, inputs, torch.float32, device)
-
+    check(module, lambda x, x_kv: module(x, x_kv, key_padding_mask=mask), one_by_one, x, x_kv)
     cu_q, cu_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in ([3, 2], [2, 7]))
 
-    def in_turn(module, x, x_kv):
+    def in_turn(x, x_kv):
         parts = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
-        return (torch.cat([in_full(module, x[None, a:b], x_kv[None, c:d])[0] for (a, b), (c, d) in parts]),)
+        return torch.cat([in_full(module, x[None, a:b], x_kv[None, c:d])[0] for (a, b), (c, d) in parts])
 
-    packed = lambda module, x, x_kv: (module(x, x_kv, None, cu_q, 3, cu_k, 7),)  # noqa: E731
-    check_module(module, packed, in_turn, [torch.randn(5, EMBED), torch.randn(9, EMBED)], torch.float32, device)
+    packed = lambda x, x_kv: module(x, x_kv, None, cu_q, 3, cu_k, 7)  # noqa: E731
+    check(module, packed, in_turn, x[0], x_kv[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -182,15 +161,6 @@ def test_steps_split_the_keys_and_prompts_and_dropout_do_not(monkeypatch):
     for training, rows in ((False, 40), (False, 1), (False, 16), (True, 1), (False, 17)):
         module.train(training)(x[:, :rows], cache=cache)
     assert called == ["attention", *["attention_with_kv_cache"] * 2, "attention", "attention"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_larger_one(dtype):
-    torch.manual_seed(0)
-    module = MHA(512, 8, 2, causal=True, rotary_emb_dim=64, window_size=(100, 0))
-    plain = lambda module, x: (in_full(module, x),)  # noqa: E731
-    check_module(module, lambda module, x: (module(x),), plain, [torch.randn(2, 333, 512)], dtype, "cuda")
 
 
 @pytest.mark.gpu

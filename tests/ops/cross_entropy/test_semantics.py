@@ -13,6 +13,7 @@ import flashtile
 from flashtile.testing import Size, assert_close, assert_same, size
 from support.running.autograd import normal
 from support.running.each_case import each_case
+from support.running.places import places
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -63,7 +64,7 @@ def test_labels_whose_classes_weigh_nothing_have_no_mean(backend):
 
 @both_backends
 def test_scale_and_z_loss(backend):
-    logits = normal(5, 6)
+    logits = normal(5, 6).requires_grad_()
     options: dict[str, Any] = {"logit_scale": 0.3, "reduction": "none", "backend": backend}
     plain = flashtile.cross_entropy(logits, _LABELS, **options)
     assert_same(plain, F.cross_entropy(0.3 * logits, _LABELS, reduction="none"))
@@ -73,12 +74,6 @@ def test_scale_and_z_loss(backend):
     options["reduction"] = "mean"
     loss, z_loss = flashtile.cross_entropy(logits, _LABELS, lse_square_scale=0.2, return_z_loss=True, **options)
     assert_same((z_loss, loss), (expected.sum() / 4, (plain + expected).sum() / 4))
-
-
-@both_backends
-def test_the_z_loss_apart_has_no_gradient(backend):
-    logits = normal(5, 6).requires_grad_()
-    loss, z_loss = flashtile.cross_entropy(logits, _LABELS, lse_square_scale=0.2, return_z_loss=True, backend=backend)
     assert loss.requires_grad and not z_loss.requires_grad
 
 
@@ -166,25 +161,12 @@ CHECKS = [
     check_large_logits,
     check_shared_offset,
 ]
-every_check = pytest.mark.parametrize("check", CHECKS)
 
 
-@both_backends
-@every_check
-def test_edges(check, backend):
-    check(backend)
-
-
-@pytest.mark.interpreter
-@every_check
-def test_edges_interpreted(check):
-    check("triton")
-
-
-@pytest.mark.gpu
-@every_check
-def test_edges_gpu(check):
-    check("triton", "cuda")
+@pytest.mark.parametrize("check", CHECKS)
+@places("reference", "cpu", "interpreted", "gpu")
+def test_edges(backend, device, check):
+    check(backend, device)
 
 
 @given(st.data())

@@ -60,6 +60,10 @@ def test_extremes(activation, backend, device):
         check_steps(backend, pre, torch.full_like(pre, upstream), activation, False)
         gates = torch.cat((torch.full_like(pre, 2.0), pre), dim=1)
         check_steps(backend, gates, torch.full_like(pre, upstream), activation, True)
+    if "relu" in activation:
+        infinite = torch.full_like(pre, infinity)
+        dpre, *_ = _dense.dense_activate_backward(infinite, pre, activation, False, False, False, backend)
+        assert not dpre[pre <= 0].any()
 
 
 def _normal(*shape: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0) -> Tensor:

@@ -131,16 +131,10 @@ def test_z_is_the_norm_of_the_x_that_is_returned(rms, backend):
 
 
 @both_backends
-def test_nothing_added_returns_the_input(backend):
-    x0 = normal(3, 4)
-    _, x = flashtile.dropout_add_layer_norm(x0, None, None, None, prenorm=True, backend=backend)
-    assert x.data_ptr() == x0.data_ptr()
-
-
-@both_backends
-def test_gradients_reach_the_input_that_is_returned(backend):
+def test_nothing_added_returns_the_input_which_gradients_reach(backend):
     x0 = normal(3, 4).requires_grad_()
     z, x = flashtile.dropout_add_layer_norm(x0, None, None, None, prenorm=True, backend=backend)
+    assert x.data_ptr() == x0.data_ptr()
     (grad,) = torch.autograd.grad((z, x), x0, (torch.zeros_like(z), torch.ones_like(x)))
     assert torch.equal(grad, torch.ones_like(x0))
 
@@ -214,11 +208,3 @@ def test_checkpointing_draws_the_same_dropout():
     torch.manual_seed(1)
     checkpointed = torch.autograd.grad(checkpoint(call, x, use_reentrant=False).sum(), x)
     assert_same(list(checkpointed), list(plain))
-
-
-def test_dropout_follows_the_manual_seed():
-    def masked(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return flashtile.dropout_add_layer_norm(torch.ones(4, 50), None, None, None, 0.5)
-
-    assert torch.equal(masked(1), masked(1)) and not torch.equal(masked(1), masked(2))

@@ -41,31 +41,14 @@ def turned(x: Tensor, position: int, interleaved: bool) -> Tensor:
 
 @both_backends
 @both_pairings
-def test_is_a_multiplication_of_complex_numbers(interleaved, backend):
-    x = normal(2, 4, 3, 8)
-    out = flashtile.apply_rotary(x, _COS, _SIN, interleaved, seqlen_offsets=torch.tensor([5, 0]), backend=backend)
+@each_case("sign", [1, -1])
+def test_is_a_multiplication_of_complex_numbers(sign, interleaved, backend):
+    """With the conjugates of angles, of the negative position."""
+    x, options = normal(2, 4, 3, 8), {"conjugate": sign < 0, "backend": backend}
+    out = flashtile.apply_rotary(x, _COS, _SIN, interleaved, seqlen_offsets=torch.tensor([5, 0]), **options)
     for batch, offset in ((0, 5), (1, 0)):
         for row in range(4):
-            expected = turned(x[batch, row, 1], row + offset, interleaved)
-            assert_same(out[batch, row, 1], expected)
-
-
-@both_backends
-@both_pairings
-def test_scores_depend_on_the_distance_alone(interleaved, backend):
-    q, k = normal(1, 1, 1, 6).expand(1, 20, 1, 6), normal(1, 1, 1, 6, seed=1).expand(1, 20, 1, 6)
-    q, k = (flashtile.apply_rotary(t, _COS, _SIN, interleaved, backend=backend)[0, :, 0] for t in (q, k))
-    scores = q @ k.T
-    assert_same(scores[5:, 5:], scores[:-5, :-5])
-
-
-@both_backends
-@both_pairings
-def test_conjugate_undoes_it(interleaved, backend):
-    x = normal(2, 4, 3, 8)
-    there = flashtile.apply_rotary(x, _COS, _SIN, interleaved, backend=backend)
-    back = flashtile.apply_rotary(there, _COS, _SIN, interleaved, conjugate=True, backend=backend)
-    assert_same(back, x)
+            assert_same(out[batch, row, 1], turned(x[batch, row, 1], sign * (row + offset), interleaved))
 
 
 @both_backends
@@ -187,53 +170,45 @@ def test_xpos_cancels_but_for_the_distance():
 
 
 @each_case(
-    "arguments, message",
+    "make, arguments, message",
     [
-        (("cubic", 2.0), "kind: expected 'linear', 'ntk' or 'yarn', got 'cubic'"),
-        (("ntk", 0.5), "factor: expected at least 1, got 0.5"),
-        (("linear", math.inf), "factor: expected at least 1, got inf"),
-        (("linear", "2"), "factor: expected a float, got '2'"),
-        (("yarn", 2.0), "original_length: expected a positive number for 'yarn', got None"),
-        (("yarn", 2.0, "long"), "original_length: expected a float, got 'long'"),
-        (("yarn", 2.0, 8, 0.0), "beta_slow, beta_fast: expected turns above 0"),
-        (("yarn", 2.0, 8, 1.0, 32.0), "the slow ones no more than the fast, got 32.0 and 1.0"),
-        (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number, got nan"),
+        (RotaryScaling, ("cubic", 2.0), "kind: expected 'linear', 'ntk' or 'yarn', got 'cubic'"),
+        (RotaryScaling, ("ntk", 0.5), "factor: expected at least 1, got 0.5"),
+        (RotaryScaling, ("linear", math.inf), "factor: expected at least 1, got inf"),
+        (RotaryScaling, ("linear", "2"), "factor: expected a float, got '2'"),
+        (RotaryScaling, ("yarn", 2.0), "original_length: expected a positive number for 'yarn', got None"),
+        (RotaryScaling, ("yarn", 2.0, "long"), "original_length: expected a float, got 'long'"),
+        (RotaryScaling, ("yarn", 2.0, 8, 0.0), "beta_slow, beta_fast: expected turns above 0"),
+        (RotaryScaling, ("yarn", 2.0, 8, 1.0, 32.0), "the slow ones no more than the fast, got 32.0 and 1.0"),
+        (RotaryScaling, ("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number, got nan"),
+        (flashtile.rotary_frequencies, (5,), "dim: expected an even"),
+        (flashtile.rotary_frequencies, (4, 0.0), "base: expected a positive"),
+        (flashtile.rotary_frequencies, (4, "high"), "base: expected a float, got 'high'"),
+        (
+            flashtile.rotary_frequencies,
+            (4, 1.0, RotaryScaling("yarn", 2.0, 8)),
+            "base: expected more than 1 for 'yarn', got 1.0",
+        ),
+        (
+            flashtile.rotary_frequencies,
+            (4, 10.0, {"kind": "linear"}),
+            "scaling: expected a RotaryScaling or None, got dict",
+        ),
+        (flashtile.rotary_tables, (20.5, 4), "positions: expected an int, got 20.5; pass the length of the table"),
+        (flashtile.rotary_tables, (-1, 4), "positions: expected at least 0, got -1"),
+        (flashtile.rotary_tables, (8, 5), "dim: expected an even number of elements, got 5"),
+        (functools.partial(flashtile.rotary_tables, dtype=torch.int32), (20, 4), "dtype: expected dtype float16"),
+        (flashtile.xpos_scale, (2.0, 4, 512.0), "positions: expected an int, got 2.0; pass the length of the table"),
+        (flashtile.xpos_scale, (-1, 4, 512.0), "positions: expected at least 0, got -1"),
+        (flashtile.xpos_scale, (20, 5, 512.0), "dim: expected an even number of elements, got 5"),
+        (flashtile.xpos_scale, (20, 4, 0.0), "scale_base: expected a positive number, got 0.0"),
+        (flashtile.xpos_scale, (20, 4, math.nan), "scale_base: expected a positive number, got nan"),
+        (flashtile.apply_rotary_kv, (torch.randn(2, 4, 3, 3, 8), _COS, _SIN), "kv: expected [batch, seq, 2, heads, he"),
     ],
 )
-def test_bad_scaling(arguments, message):
+def test_bad_tables_and_what_they_are_made_of(make, arguments, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        RotaryScaling(*arguments)
-
-
-@each_case(
-    "arguments, message",
-    [
-        ((5,), "dim: expected an even"),
-        ((4, 0.0), "base: expected a positive"),
-        ((4, "high"), "base: expected a float, got 'high'"),
-        ((4, 1.0, RotaryScaling("yarn", 2.0, 8)), "base: expected more than 1 for 'yarn', got 1.0"),
-        ((4, 10.0, {"kind": "linear"}), "scaling: expected a RotaryScaling or None, got dict"),
-    ],
-)
-def test_bad_frequencies(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        flashtile.rotary_frequencies(*arguments)
-
-
-@each_case(
-    "make, message",
-    [
-        (lambda: flashtile.rotary_tables(20.5, 4), "positions: expected an int, got 20.5"),
-        (lambda: flashtile.rotary_tables(-1, 4), "positions: expected at least 0, got -1"),
-        (lambda: flashtile.rotary_tables(20, 4, dtype=torch.int32), "dtype: expected dtype float16"),
-        (lambda: flashtile.xpos_scale(2.0, 4, 512.0), "positions: expected an int, got 2.0"),
-        (lambda: flashtile.xpos_scale(20, 5, 512.0), "dim: expected an even number of elements, got 5"),
-        (lambda: flashtile.xpos_scale(20, 4, 0.0), "scale_base: expected a positive number, got 0.0"),
-    ],
-)
-def test_bad_tables(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
+        make(*arguments)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -319,11 +294,6 @@ def test_bad_qkv(changes, message):
         flashtile.apply_rotary_qkv(**{"qkv": torch.randn(2, 4, 3, 3, 8), "cos": _COS, "sin": _SIN, **changes})
 
 
-def test_bad_kv():
-    with pytest.raises(ValueError, match=r"kv: expected \[batch, seq, 2, heads, head_dim\], got shape"):
-        flashtile.apply_rotary_kv(torch.randn(2, 4, 3, 3, 8), _COS, _SIN)
-
-
 @both_backends
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_positions_of_rows(inplace, backend):
@@ -356,23 +326,3 @@ def test_positions_of_rows_of_packed_projections():
     assert_same(flashtile.apply_rotary_kv(qkv[:, :, 1:], _COS, _SIN, position_ids=ids), rotated[:, :, 1:])
     packed = flashtile.apply_rotary_qkv(qkv.flatten(0, 1), _COS, _SIN, position_ids=ids.flatten())
     assert_same(packed, rotated.flatten(0, 1))
-
-
-@each_case("make", [flashtile.rotary_tables, functools.partial(flashtile.xpos_scale, scale_base=512.0)])
-@each_case(
-    "positions, dim, error, message",
-    [
-        (8.5, 4, TypeError, "positions: expected an int, got 8.5; pass the length of the table"),
-        (-1, 4, ValueError, "positions: expected at least 0, got -1"),
-        (8, 5, ValueError, "dim: expected an even number of elements, got 5"),
-    ],
-)
-def test_bad_sizes_of_tables(make, positions, dim, error, message):
-    with pytest.raises(error, match=message):
-        make(positions, dim)
-
-
-@each_case("scale_base", [0.0, -1.0, math.nan])
-def test_bad_decay(scale_base):
-    with pytest.raises(ValueError, match=f"scale_base: expected a positive number, got {scale_base}"):
-        flashtile.xpos_scale(8, 4, scale_base)

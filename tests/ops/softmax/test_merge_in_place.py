@@ -7,6 +7,7 @@ import flashtile
 from flashtile._backends import devices
 from flashtile.testing import assert_close, assert_same
 from support.running.each_case import each_case
+from support.running.places import places
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -115,7 +116,8 @@ def test_what_does_not_fit_is_refused(changes, message):
         flashtile.merge_attention_(**given | changes)
 
 
-def _check_lazily_negated(backend: str, device: str = "cpu") -> None:
+@places("reference", "cpu", "interpreted", "gpu")
+def test_lazily_negated_tensors(backend: str, device: str) -> None:
     """What is read may be lazily negated, but not what is written."""
     (out, lse), *_ = _parts(torch.float32, 16, device)
     running = torch.zeros_like(out), torch.full_like(lse, -torch.inf), torch.zeros_like(lse)
@@ -129,21 +131,6 @@ def _check_lazily_negated(backend: str, device: str = "cpu") -> None:
         state = [torch._neg_view(t.clone()) if number == place else t.clone() for number, t in enumerate(running)]
         with pytest.raises(ValueError, match=f"{name}: expected a tensor that holds its own numbers"):
             flashtile.merge_attention_(*state, out, lse, backend=backend)
-
-
-@each_case("backend", ["cpu", "reference"])
-def test_lazily_negated_tensors(backend):
-    _check_lazily_negated(backend)
-
-
-@pytest.mark.interpreter
-def test_lazily_negated_tensors_in_interpreted_kernels():
-    _check_lazily_negated("triton")
-
-
-@pytest.mark.gpu
-def test_lazily_negated_tensors_on_a_gpu():
-    _check_lazily_negated("triton", "cuda")
 
 
 def test_a_running_result_that_shares_memory_is_refused():

@@ -1,9 +1,8 @@
-"""The check of modules against the same computation in plain PyTorch operations, and the plain form of attention."""
+"""The check of modules against the same computation in plain PyTorch operations."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
@@ -51,42 +50,3 @@ def _run(
     leaves = {f"d(input {i})": x for i, x in enumerate(given)} | {f"d({n})": p for n, p in module.named_parameters()}
     gradients = torch.autograd.grad(outputs, list(leaves.values()), grads)
     return {f"output {i}": out.detach() for i, out in enumerate(outputs)} | dict(zip(leaves, gradients, strict=True))
-
-
-def attention_in_full(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None = None,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Attention by its matrices: q `[B, Sq, Hq, D]`, k and v `[B, Sk, Hkv, D]`, visible and bias broadcast to
-    `[B, Hq, Sq, Sk]`; a row that sees nothing is 0."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if bias is not None:
-        scores = scores + bias.to(scores)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).nan_to_num(0)
-    return (weights.to(v.dtype) @ v).transpose(1, 2)
-
-
-def band(seq_q: int, seq_k: int, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Tensor:
-    """Which keys a query sees, bool `[seq_q, seq_k]`; the last query lies at the last key."""
-    distance = torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + seq_k - seq_q)
-    left, right = window[0], 0 if causal else window[1]
-    visible = torch.ones(seq_q, seq_k, dtype=torch.bool)
-    if left >= 0:
-        visible &= distance >= -left
-    if right >= 0:
-        visible &= distance <= right
-    return visible
-
-
-def alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """What ALiBi adds to the scores, `[heads, seq_q, seq_k]`."""
-    distance = torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + seq_k - seq_q)
-    return -slopes[:, None, None] * distance.abs()
