@@ -36,6 +36,12 @@ def _sized(head_dim: int, seq: int, causal: bool) -> Case:
     return _case(16384 // seq, seq, 16 if head_dim < 128 else 8, head_dim, causal=causal)
 
 
+def long_cases() -> list[Case]:
+    """One sequence of 8,192 to 131,072 tokens, with 8 heads of 128, and up to 32,768 with 32."""
+    sizes = [(2**power, heads) for power in range(13, 18) for heads in (8, 32) if heads << power <= 2**20]
+    return [_case(1, seq, heads, 128, causal=causal) for (seq, heads), causal in product(sizes, _BOTH)]
+
+
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
     layer = _case(BATCH, MODEL.context, MODEL.heads, MODEL.head_dim, causal=True)
@@ -346,6 +352,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
     return {
         DEFAULT: [wide_case(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths],
         "values": value_cases(),
+        "long": long_cases(),
         "grouped": [Case(2, seq, 64, 8, 128, 128, causal=causal) for causal in _BOTH for seq in (*lengths[2:], 32768)],
         "mla": [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in _BOTH],
         "window": [_case(1, 8192, 128, 64, causal=True, window=(127, 0))],
