@@ -23,8 +23,9 @@ MIDDLE_CAUSAL, _FULL_WIDE, _ODD = 640, 160, 320
 
 
 def query_tiles(call: Call, queries: int) -> int:
-    """Tiles of so many queries in all heads."""
-    return call.lines * call.tiles(call.rows_q, queries)
+    """Tiles of so many queries in all heads; of a packed call no more than if all sequences were as long as one."""
+    tiles = call.tiles(call.rows_q, queries)
+    return call.lines * (min(tiles, call.batch * -(-call.max_seqlens[0] // queries)) if call.packed else tiles)
 
 
 def gives_at_most(call: Call, most: int) -> bool:

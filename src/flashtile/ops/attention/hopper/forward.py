@@ -150,6 +150,7 @@ class KernelConfig:
     IN_TURN: gl.constexpr
     OUT_PLACES: gl.constexpr
     PACKED: gl.constexpr
+    BY_SEQUENCE: gl.constexpr
     CACHED: gl.constexpr
     PAGE_SIZE: gl.constexpr
     SHARES: gl.constexpr
@@ -302,21 +303,22 @@ def attention_forward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, bias_desc,
     lse_ptr, max_scores_ptr, counter_ptr, problem, constants,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
-    IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
-    PACKED: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr,
-    COPIED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
-    SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr, IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr,
+    QUERY_PLACES: gl.constexpr, PACKED: gl.constexpr, BY_SEQUENCE: gl.constexpr, CACHED: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr, COPIED: gl.constexpr, TOP_LEFT: gl.constexpr,
+    BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr, SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr,
+    SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `parameters.CallConstants`.
-    `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. Boxes of the descriptors, of
-    which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `COPIED`: their threads copy
-    the rows instead. `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do.
-    `BATCH_FIRST`: the same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask
-    is the same for all rows, and keys past the last one that it shows are left out. `SCORE_COLUMNS`: of the first
-    chunk, those that scores are products of (`start_scores`). `VALUE_PARTS`: so many tiles of the same rows have a part
-    of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads (`modifiers`).
-    `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
+    `BY_SEQUENCE`: each sequence of a packed call has lines of its own. `CACHED`: keys and values are rows of a cache,
+    `PAGE_SIZE` of a page, 0 without pages. Boxes of the descriptors, of which several may be a tile of `BLOCK_N` keys,
+    are loaded in `SHARES` by as many warps. `COPIED`: their threads copy the rows instead. `counter_ptr`: two zeros,
+    through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries
+    comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last
+    one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of
+    (`start_scores`). `VALUE_PARTS`: so many tiles of the same rows have a part of the values' columns each.
+    `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads (`modifiers`). `max_scores_ptr`: the largest score of
+    each row. A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -327,6 +329,7 @@ def attention_forward_kernel(
         IN_TURN=IN_TURN,
         OUT_PLACES=OUT_PLACES,
         PACKED=PACKED,
+        BY_SEQUENCE=BY_SEQUENCE,
         CACHED=CACHED,
         PAGE_SIZE=PAGE_SIZE,
         SHARES=SHARES,
@@ -703,16 +706,10 @@ def key_tile_at(n, slot, view, blocks, k, config):
 
 
 def forward_kernel(
-    call: Call,
-    config: HopperConfig,
-    programs: int,
-    tiles: int,
-    lines: int,
-    dynamic: bool,
-    splits: int = 1,
-    cache: CachedRows | None = None,
-) -> Kernel:
-    """The kernel as a pipeline launches it. `tiles`, `lines`, `dynamic`, `splits`, `cache`: as in `Problem`."""
+    call: Call, config: HopperConfig, programs: int, tiles: int, lines: int, dynamic: bool, splits: int = 1,
+    cache: CachedRows | None = None, by_sequence: bool = False,
+) -> Kernel:  # fmt: skip
+    """The kernel as a pipeline launches it. Arguments as in `Problem` and in the kernel."""
     spec, aux, dtype = call.spec, call.aux, call.dtype
     covered = call.is_covered(config.block_m, config.block_n)
     side = side_parameters(call, covered=covered, by_column=False, staged=True, group=call.group)
@@ -732,6 +729,7 @@ def forward_kernel(
         "OUT_PLACES": out_places(config, *call.head_dims, dtype),
         "QUERY_PLACES": query_places(config, *call.head_dims, dtype),
         "PACKED": call.packed,
+        "BY_SEQUENCE": by_sequence,
         "CACHED": cache is not None,
         "PAGE_SIZE": 0 if cache is None else cache.page_size,
         "SHARES": 1 if cache is None or config.stages == 1 else cache.shares,

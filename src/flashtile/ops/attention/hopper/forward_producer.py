@@ -42,6 +42,7 @@ from flashtile.ops.attention.hopper.schedule import (
     LocatedTile,
     closing_lines,
     finish_numbers,
+    locate_in_sequence,
     locate_tile,
     longest_line_first,
     next_number,
@@ -104,9 +105,10 @@ def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
     tiles_published = 0
     key_tiles = 0
     number = gl.program_id(0)
+    beyond = 0
     producer = Producer(config, queue, counter_ptr, rings, tensors, problem=problem, blocks=blocks)
     while number < problem.tiles * problem.lines:
-        tiles_published, key_tiles, number = produce_tile(number, tiles_published, key_tiles, producer)
+        tiles_published, key_tiles, number, beyond = produce_tile(number, beyond, tiles_published, key_tiles, producer)
     end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
     publish_query_tile(queue, tiles_published, end, 0, 0, 0, config)
     finish_numbers(counter_ptr, problem.dynamic)
@@ -146,9 +148,9 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
 
 
 @gluon.jit
-def produce_tile(number, tiles_published, key_tiles, producer):
+def produce_tile(number, beyond, tiles_published, key_tiles, producer):
     """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
-    key tiles were loaded, and the number of the next tile."""
+    key tiles were loaded, and the next tile, as `following_tile`."""
     config = producer.config
     rings = producer.rings
     tensors = producer.tensors
@@ -156,7 +158,8 @@ def produce_tile(number, tiles_published, key_tiles, producer):
     blocks = producer.blocks
     ROWS: gl.constexpr = config.CONSUMERS * M
     N: gl.constexpr = rings.k.ROWS
-    UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
+    SLOTS: gl.constexpr = config.PACKED and not config.BY_SEQUENCE
+    UNEVEN: gl.constexpr = SLOTS or config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
     heads = problem.heads
     following = number
     part = 0
@@ -171,10 +174,16 @@ def produce_tile(number, tiles_published, key_tiles, producer):
         line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0 and not config.PACKED:
         tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
-    at = locate_tile(
-        tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads, problem.rows_q,
-        other_rows=problem.rows_k, ROWS=ROWS, PACKED=config.PACKED,
-    )  # fmt: skip
+    if config.BY_SEQUENCE:
+        at = locate_in_sequence(
+            tile + beyond, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads,
+            problem.rows_q, other_rows=problem.rows_k, ROWS=ROWS,
+        )  # fmt: skip
+    else:
+        at = locate_tile(
+            tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads, problem.rows_q,
+            other_rows=problem.rows_k, ROWS=ROWS, PACKED=config.PACKED,
+        )  # fmt: skip
     place = KeyPlace(at.other_begin, at.other_begin)
     if config.CACHED:
         at, place = locate_in_cache(at, problem.cache, problem.cache_numbers, problem.batch, config.PACKED)
@@ -251,7 +260,7 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             key_tiles += 1
         # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
         # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
-        following = next_number(number, producer.counter_ptr, problem.dynamic)
+        following, beyond = following_tile(number, beyond, tile, at, producer, ROWS)
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             v_head = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
@@ -259,8 +268,24 @@ def produce_tile(number, tiles_published, key_tiles, producer):
             v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
             load_values(last, v_tile, column, seen, rings, tensors, config, SHARE=0)
     else:
-        following = next_number(number, producer.counter_ptr, problem.dynamic)
-    return tiles_published, key_tiles, following
+        following, beyond = following_tile(number, beyond, tile, at, producer, ROWS)
+    return tiles_published, key_tiles, following, beyond
+
+
+@gluon.jit
+def following_tile(number, beyond, tile, at, producer, ROWS: gl.constexpr):
+    """The number of the next tile, and how many tiles beyond that number's it lies. So the last number of a sequence
+    that is longer than the caller said has all tiles that are left."""
+    problem = producer.problem
+    left = False
+    if producer.config.BY_SEQUENCE:
+        left = (tile == problem.tiles - 1) & (at.first + ROWS < at.length)
+    if left:
+        beyond += 1
+    else:
+        beyond *= 0
+        number = next_number(number, producer.counter_ptr, problem.dynamic)
+    return number, beyond
 
 
 @gluon.jit

@@ -241,17 +241,24 @@ def plan_forward(call: Call) -> ForwardPlan:
     config = forward_config(call)
     splits = forward_splits(call, config)
     lines = value_parts(call.head_dims[1]) * call.lines * splits
-    tiles = call.tiles(call.whole_sizes[0], config.block_m)
+    tiles, sizes = call.tiles(call.whole_sizes[0], config.block_m), (call.rows_q, call.rows_k)
+    even, by_sequence = not call.bounded, _numbered_by_sequence(call, config.block_m)
+    if by_sequence:
+        tiles, lines = -(-call.max_seqlens[0] // config.block_m), lines * (call.batch + 1)
+        if tuple(call.batch * longest for longest in call.max_seqlens) == sizes:
+            even, sizes = call.aux.key_lengths is None, call.max_seqlens
     check_programs("q", tiles * lines)
     has_work = 0 not in call.q.shape and call.rows_k
     programs = min(tiles * lines, config.resident * call.multiprocessors) if has_work else 0
     # If tiles are alike, each program takes its share in turn, which needs no atomics.
     padded = call.aux.mask is not None and call.aux.mask.by_key
-    uneven = call.bounded or spec.banded or call.aux.block_lists is not None or padded
-    short = min(call.rows_q, call.rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, call.rows_q)
-    dynamic = (uneven or call.rows_k >= _LONG_KEYS or short) and tiles * lines > programs
-    kernel, scratch = forward_kernel(call, config, programs, tiles, lines, dynamic=dynamic, splits=splits), None
-    kernels = {"forward": kernel}
+    uneven = not even or spec.banded or call.aux.block_lists is not None or padded
+    short = min(sizes) <= _SHORT_ROWS and not _keep_keys_near(config, sizes[0])
+    dynamic = (uneven or sizes[1] >= _LONG_KEYS or short) and tiles * lines > programs
+    kernel = forward_kernel(
+        call, config, programs, tiles, lines, dynamic=dynamic, splits=splits, by_sequence=by_sequence
+    )
+    kernels, scratch = {"forward": kernel}, None
     if splits > 1:
         kernels, scratch = split_kernels(call, kernel, splits)
     outputs["max_scores"] = rows if spec.returns_max_scores else None
@@ -261,6 +268,15 @@ def plan_forward(call: Call) -> ForwardPlan:
         outputs["wide_v"] = contiguous(call.v.shape, torch.bfloat16)
     pipeline = Pipeline(call.device, kernels, given, outputs, scratch)
     return ForwardPlan(pipeline, 3 if spec.returns_max_scores else 2, dynamic and programs > 0)
+
+
+def _numbered_by_sequence(call: Call, block_m: int) -> bool:
+    """Whether each sequence of a packed call has as many numbers of tiles as the longest, as in a dense call: where
+    sequences are about equally long, those are no more than its slots, and nobody looks for a tile's sequence. One that
+    is longer than the caller said is computed too (`forward_producer.following_tile`)."""
+    if not call.packed or call.spec.block_shape is not None:
+        return False
+    return (call.batch + 1) * -(-call.max_seqlens[0] // block_m) <= call.tiles(call.rows_q, block_m)
 
 
 def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:

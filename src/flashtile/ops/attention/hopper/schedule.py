@@ -139,6 +139,19 @@ def locate_tile(
     return LocatedTile(sequence, head, first, begin, length, other_begin, other_length)
 
 
+@gluon.jit
+def locate_in_sequence(
+    tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows, ROWS: gl.constexpr
+):  # fmt: skip
+    """The place of tile number `tile` of a sequence and head of a packed call, which are a line as in a dense call. The
+    last lines are the rows past `cu_seqlens[batch]`, as in `find_sequence`."""
+    sequence = line // heads
+    begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
+    other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
+    other_length = gl.where(sequence < batch, other_length, 0)
+    return LocatedTile(sequence, line % heads, tile * ROWS, begin, length, other_begin, other_length)
+
+
 class SequenceOrder(NamedTuple):
     """The order of the sequences of a packed backward, and what it follows from. `order_ptr`: int32, `batch + 2` and
     then `batch + 1` numbers. The first ones say of each place how many numbers of key tiles come before (the last one,
