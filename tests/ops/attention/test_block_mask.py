@@ -73,17 +73,6 @@ def test_stored_tiles_are_multiples_that_64_divides():
         assert BlockMask.from_dense(torch.ones(5, 5, dtype=torch.bool), tile).tile == stored
 
 
-@pytest.mark.parametrize("layout", ["strided", "expanded", "sliced"])
-def test_memory_of_the_mask_does_not_matter(layout):
-    dense = blocky((2, 2, 130, 190))
-    given = {
-        "strided": dense.transpose(2, 3).contiguous().transpose(2, 3),
-        "expanded": dense[:1].expand(2, -1, -1, -1),
-        "sliced": torch.cat((dense, dense), dim=3)[..., 3:193],
-    }[layout]
-    check_mask(BlockMask.from_dense(given), given)
-
-
 @st.composite
 def masks(draw: st.DrawFn) -> tuple[Tensor, tuple[int, int]]:
     sides = st.integers(0, 300) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129])

@@ -61,12 +61,9 @@ def test_who_computes_the_gradients_of_what_a_function_reads(learns, arguments, 
 @pytest.mark.parametrize(
     "seq, head_dim, bias, forward, backward",
     [
-        (49, 32, None, "triton", "triton"), (64, 32, None, "triton", "triton"), (65, 32, None, "hopper", "hopper"),
-        (64, 64, None, "triton", "triton"), (64, 128, None, "hopper", "hopper"),
+        (64, 64, None, "triton", "triton"), (65, 32, None, "hopper", "hopper"), (64, 128, None, "hopper", "hopper"),
         (49, 32, (1, 2, 49, 49), "triton", "triton"), (768, 32, (1, 2, 768, 768), "hopper", "hopper"),
-        (769, 32, (1, 2, 769, 769), "triton", "triton"), (512, 64, (1, 2, 512, 512), "hopper", "hopper"),
-        (513, 64, (1, 2, 513, 513), "triton", "hopper"), (512, 64, (4, 1, 1, 512), "hopper", "hopper"),
-        (512, 96, (1, 2, 512, 512), "hopper", "hopper"),
+        (769, 32, (1, 2, 769, 769), "triton", "triton"), (513, 64, (1, 2, 513, 513), "triton", "hopper"),
     ],
 )  # fmt: skip
 def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(seq, head_dim, bias, forward, backward):
@@ -101,35 +98,6 @@ def test_who_computes_the_gradient_of_a_bias(shape, arguments, kernels):
     assert [(kernel.name, kernel.backend) for kernel in found.kernels][1:] == kernels
 
 
-def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_function():
-    dense = torch.empty(4, 768, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    bias, seen = dense.new_empty(2, 768, 768).requires_grad_(), torch.ones(1, 1, 768, 768, dtype=torch.bool).tril()
-    cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
-    lengths = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 768, "max_seqlen_k": 768}
-
-    def described(q: torch.Tensor, **arguments: Any) -> str:
-        found = flashtile.explain(q, q, q, bias=bias, device="sm_90", **arguments).kernels[-1]
-        assert found.name == "dbias"
-        assert found.backend == "hopper"
-        return str(found)
-
-    assert "64 queries × 64 keys, a computing warpgroup" in described(dense.new_empty(1000, 2, 64), **lengths)
-    assert "64 queries × 128 keys, 2 computing" in described(dense, score_mod=lambda score, *_: 2 * score)
-    for tile in ((64, 256), (128, 64)):
-        mask = flashtile.BlockMask.from_dense(seen, tile).to("meta")
-        assert "64 queries × 64 keys" in described(dense, block_mask=mask)
-    wide, mask = dense.new_empty(4, 768, 2, 128), flashtile.BlockMask.from_dense(seen).to("meta")
-    assert "64 queries × 128 keys, 2 computing" in described(wide, block_mask=mask)
-
-
-def test_kernels_may_be_of_two_backends():
-    bias = torch.empty(1, 16, 1, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    found = _explain(device="sm_90", bias=bias)
-    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
-        ("forward", "hopper"), ("backward", "hopper"), ("dbias", "triton"),
-    ]  # fmt: skip
-
-
 def test_roles_of_warpgroups_are_told():
     found = _explain(device="sm_90")
     assert isinstance(found, flashtile.Explanation)
@@ -137,24 +105,6 @@ def test_roles_of_warpgroups_are_told():
     wide = flashtile.explain(*(torch.empty(1, 128, 2, d, dtype=torch.bfloat16, device="meta") for d in (192, 192, 128)),
                              device="sm_90")  # fmt: skip
     assert "128 keys, 3 computing warpgroups of which one loads" in str(wide.kernels[1])
-
-
-def test_values_of_8_bits_are_widened_first():
-    found = _explain(dtype=torch.float8_e4m3fn, device="sm_90")
-    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("widen", "hopper"), ("forward", "hopper")]
-
-
-def test_a_tiny_scale_takes_the_statistics_off_without_a_product():
-    usual, tiny, none = (_explain(device="sm_90", scale=scale).kernels[1] for scale in (-0.1, -1e-20, 0.0))
-    assert usual.tiles.statistics_multiplied and usual == none and not tiny.tiles.statistics_multiplied
-    assert tiny.shared_memory < usual.shared_memory
-
-
-def test_dq_that_nobody_adds_to_takes_a_place_on_chip():
-    """TMA stores it through that place. In the first call all keys are one tile; in the second, dq is a sum of two."""
-    single, summed = (_explain(device="sm_90", head_dim=256, seq=seq).kernels[1] for seq in (64, 128))
-    assert single.tiles.sums_by_tma and not summed.tiles.sums_by_tma
-    assert single.shared_memory > summed.shared_memory
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import flashtile
-from flashtile import BlockMask
 from flashtile.ops.attention import derivatives, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
@@ -100,19 +99,6 @@ def test_on_a_gpu(name, dtype):
     check(replace(PAIRS[name], dtype=dtype, head_dim=64, head_dim_v=64), "auto", "cuda")
 
 
-@pytest.mark.usefixtures("few_rows")
-def test_block_mask():
-    dense = torch.rand(1, 4, 100, 130, generator=torch.Generator().manual_seed(0)) < 0.5
-    dense[:, :, 3] = dense[:, :, :64, :64] = False
-    q, k = torch.randn(2, 100, 4, 8, dtype=torch.float64), torch.randn(2, 130, 2, 8, dtype=torch.float64)
-
-    def derivative(**mask: Any) -> Any:
-        call = lambda q, k: flashtile.attention(q, k, k, return_lse=True, **mask)  # noqa: E731
-        return torch.func.jvp(call, (q, k), (q.flip(1), k.cos()))
-
-    assert_same(derivative(block_mask=BlockMask.from_dense(dense, (64, 64))), derivative(mask=dense))
-
-
 CHECKED = {
     "plain": PAIRS["plain"],
     "softcap_sinks": PAIRS["softcap+sinks"],
@@ -199,14 +185,6 @@ def test_rows_whose_window_lies_behind_the_last_key():
     assert not tangent[:, 5:].any() and tangent.isfinite().all()
 
 
-def test_dual_tensors():
-    q, direction = example(), example().cos()
-    expected = torch.func.jvp(loss, (q,), (direction,))
-    with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(loss(forward_ad.make_dual(q, direction)))
-    assert_same((found.primal, found.tangent), expected)
-
-
 def test_dual_tensors_through_a_backward():
     # Without create_graph, so nothing else would ask for a backward that can be differentiated.
     q, direction = example().requires_grad_(), example().cos()
@@ -243,14 +221,6 @@ def test_padded_keys_may_be_nan():
     call = lambda q, k: flashtile.attention(q, k, k, key_lengths=torch.tensor([5, 2]), return_lse=True)  # noqa: E731
     _, moved = torch.func.jvp(call, (q, k), (q.cos(), k))
     assert all(tangent.isfinite().all() for tangent in moved)
-
-
-def test_rows_without_a_key_do_not_move():
-    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8)
-    call = lambda q, k: flashtile.attention(q, k, k, causal=True, return_lse=True)  # noqa: E731
-    _, (dout, dlse) = torch.func.jvp(call, (q, k), (q, k))
-    assert not dout[:, :2].any() and not dlse[..., :2].any()
-    assert dout[:, 2:].isfinite().all() and dlse[..., 2:].isfinite().all()
 
 
 def test_autocast_does_not_reach_the_arithmetic_inside():

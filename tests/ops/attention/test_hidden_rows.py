@@ -1,5 +1,6 @@
 """Rows that see no key: no gradient passes through them on any backend, not even NaN from above."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,8 @@ import flashtile
 from flashtile import BlockMask
 from flashtile.ops.attention.call import describe_call
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.testing import assert_close, assert_same
+from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, run
+from support.attention.attention_cases import changed
 from support.running.places import places
 
 NAN = float("nan")
@@ -24,77 +26,67 @@ def _shown(seq_q: int, seq_k: int) -> Tensor:
     return shown
 
 
+_BASE = AttentionCase(seq_q=36, seq_k=20, heads_kv=1, head_dim=16, head_dim_v=16)
 _TABLE = torch.zeros(36, 20).masked_fill(~_shown(36, 20), -torch.inf)
 
-#: What hides rows -> arguments of a call of 36 queries and 20 keys.
-HIDING: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "window": {"window": (3, None), "align": "top_left"},
-    "key_lengths": {"key_lengths": torch.tensor([20, 0])},
-    "mask": {"mask": _shown(36, 20)},
-    "bias": {"bias": _TABLE},
-    "block_mask": {"block_mask": BlockMask.from_dense(_shown(36, 20), (128, 128))},
-    "dropout": {"causal": True, "dropout_p": 0.3, "dropout_seed": torch.tensor([1, 2])},
-    "negative_scale": {"causal": True, "scale": -0.3},
-    "alibi_softcap": {"causal": True, "alibi_slopes": torch.tensor([0.1, 0.2]), "softcap": 3.0},
-    "packed": {"cu_seqlens_q": torch.tensor([0, 14, 30]), "cu_seqlens_k": torch.tensor([0, 0, 16])},
+#: What hides rows -> a call, and tensors of it.
+HIDING: dict[str, tuple[AttentionCase, dict[str, Any]]] = {
+    "causal": (changed(_BASE, causal=True), {}),
+    "window": (changed(_BASE, window=(3, None), align="top_left"), {}),
+    "key_lengths": (replace(_BASE, key_lengths=(20, 0)), {}),
+    "mask": (_BASE, {"mask": _shown(36, 20)}),
+    "bias": (replace(_BASE, bias="11qk"), {"bias": _TABLE}),
+    "block_mask": (_BASE, {"block_mask": BlockMask.from_dense(_shown(36, 20), (128, 128))}),
+    "dropout": (changed(_BASE, causal=True, dropout_p=0.3), {}),
+    "negative_scale": (changed(_BASE, causal=True, scale=-0.3), {}),
+    "alibi_softcap": (changed(_BASE, causal=True, alibi_slopes="h", softcap=3.0), {}),
+    "packed": (replace(_BASE, lengths_q=(14, 16), lengths_k=(0, 16)), {}),
 }
-_LEARNED = ("bias", "alibi_slopes")
 IN_HOPPER_KERNELS = ("causal", "window", "block_mask", "negative_scale", "packed")
 
 
-def gradients(
-    name: str,
-    backend: str,
-    device: str,
-    dtype: torch.dtype,
-    value: float,
-    lse_value: float,
-    sinks: Tensor | None = None,
-    width: int | None = None,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients by name where `value` comes from above through out, and `lse_value` through lse, in the rows that see
-    no key; and these rows. What comes through out has its heads before its rows in memory, unlike anything else."""
-    generator = torch.Generator().manual_seed(0)
-    packed, batch = name == "packed", 1 if width else 2
-    width = width or (64 if device == "cuda" else 16)
-    shapes = ((36, 2, width), (20, 1, width), (20, 1, width))
-    leaves = {
-        letter: torch.randn(shape if packed else (batch, *shape), generator=generator).to(device, dtype)
-        for letter, shape in zip("qkv", shapes)
-    }
-    options = {key: t.to(device) if isinstance(t, (Tensor, BlockMask)) else t for key, t in HIDING[name].items()}
-    wide = torch.promote_types(dtype, torch.float32)
-    leaves |= {key: options.pop(key).to(wide, copy=True) for key in _LEARNED if key in options}
-    if sinks is not None:
-        leaves["sinks"] = sinks.to(device).clone()
-    leaves = {key: tensor.requires_grad_() for key, tensor in leaves.items()}
-    function = flashtile.attention_varlen if packed else flashtile.attention
-    out, lse = function(**leaves, **options, return_lse=True, backend=backend)
-    upstream, of_lse = torch.randn(out.shape, generator=generator).to(out), torch.ones_like(lse)
-    plain = {key: t for key, t in (leaves | options).items() if key != "sinks" and "dropout" not in key}
-    blind = function(**plain, return_lse=True, backend="reference")[1].isneginf()  # [..., heads, rows]
-    assert blind.any() and not blind.all()
-    assert sinks is not None or torch.equal(lse.isneginf(), blind)
-    of_lse[blind] = lse_value
-    blind = blind.transpose(-1, -2)
-    upstream[blind] = value
-    upstream = upstream.transpose(-3, -2).contiguous().transpose(-3, -2)
-    grads = torch.autograd.grad((out, lse), list(leaves.values()), (upstream, of_lse))
-    return dict(zip(leaves, grads)), blind
+class _Call:
+    """A call of `HIDING`, and its rows that see no key, beside which there are others."""
+
+    def __init__(
+        self, name: str, device: str, dtype: torch.dtype, width: int | None = None, sinks: Tensor | None = None
+    ) -> None:
+        case, tensors = HIDING[name]
+        batch, width = 1 if width else 2, width or (64 if device == "cuda" else 16)
+        self.case = replace(case, batch=batch, head_dim=width, head_dim_v=width, dtype=dtype)
+        self.inputs = make_inputs(self.case, device)
+        wide = torch.promote_types(dtype, torch.float32)
+        given = {key: t.to(wide) if key == "bias" else t for key, t in tensors.items()}
+        self.inputs.tensors |= {key: t.to(device) for key, t in given.items()}
+        lse = run(self.case, self.inputs, "reference")["lse"]
+        self.blind = lse.isneginf().transpose(-1, -2)
+        assert self.blind.any() and not self.blind.all()
+        if sinks is not None:
+            self.case = replace(self.case, sinks=True)
+            self.inputs.tensors["sinks"] = sinks.to(device, wide)
+
+    def gradients(
+        self, backend: str, value: float, lse_value: float, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Gradients by name where `value` comes from above through out, and `lse_value` through lse, in the rows that
+        see no key. What comes through out has its heads before its rows in memory, unlike anything else."""
+        dout, dlse = self.inputs.dout.clone(), torch.ones_like(self.inputs.dlse)
+        dout[self.blind], dlse.transpose(-1, -2)[self.blind] = value, lse_value
+        dout = dout.transpose(-3, -2).contiguous().transpose(-3, -2)
+        results = run(self.case, replace(self.inputs, dout=dout, dlse=dlse), backend, dtype)
+        return {key: value for key, value in results.items() if key not in ("out", "lse")}
 
 
 def check(
     name: str, backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32, width: int | None = None
 ) -> None:
-    loud, blind = gradients(name, backend, device, dtype, NAN, NAN, width=width)
-    assert not loud["q"][blind].any()
+    call = _Call(name, device, dtype, width)
+    loud = call.gradients(backend, NAN, NAN)
+    assert not loud["dq"][call.blind].any()
     if dtype is not torch.float32:
-        quiet, _ = gradients(name, backend, device, dtype, 0.0, 0.0, width=width)
-        assert_same(loud, quiet)
+        assert_same(loud, call.gradients(backend, 0.0, 0.0))
         return
-    eager, _ = gradients(name, "reference", device, dtype, 0.0, 0.0, width=width)
-    oracle, _ = gradients(name, "reference", device, torch.float64, 0.0, 0.0, width=width)
+    eager, oracle = (call.gradients("reference", 0.0, 0.0, of) for of in (dtype, torch.float64))
     for key, value in loud.items():
         assert_close(key, value, oracle[key], eager[key])
 
@@ -107,6 +99,7 @@ EVERYWHERE = ("reference", "cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("name", HIDING)
 def test_nan_from_above_does_not_spread(name, backend, device, dtype):
     check(name, backend, device, dtype)
+    check_sinks(name, backend, device, dtype)
 
 
 @places("interpreted", "gpu", dtypes=True)
@@ -125,22 +118,15 @@ def test_nothing_spreads_in_hopper_kernels(name, backend, device, dtype):
 
 
 def check_sinks(name: str, backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-    sinks = torch.tensor([0.3, -torch.inf])
-    quiet, blind = gradients(name, backend, device, dtype, 0.0, 1.0, sinks)
-    loud, _ = gradients(name, backend, device, dtype, float("inf"), 1.0, sinks)
-    assert_same(loud, quiet)
+    call = _Call(name, device, dtype, sinks=torch.tensor([0.3, -torch.inf]))
+    quiet = call.gradients(backend, 0.0, 1.0)
+    assert_same(call.gradients(backend, float("inf"), 1.0), quiet)
     # What comes through lse is the sink's, and nobody else's.
-    loud, _ = gradients(name, backend, device, dtype, NAN, NAN, sinks)
-    assert loud.pop("sinks").isnan().tolist() == [True, False]
-    quiet.pop("sinks")
+    loud = call.gradients(backend, NAN, NAN)
+    assert loud.pop("dsinks").isnan().tolist() == [True, False]
+    quiet.pop("dsinks")
     assert_same(loud, quiet)
-    assert not loud["q"][blind].any()
-
-
-@places(*EVERYWHERE, dtypes=True)
-@pytest.mark.parametrize("name", HIDING)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on(name, backend, device, dtype):
-    check_sinks(name, backend, device, dtype)
+    assert not loud["dq"][call.blind].any()
 
 
 @places(*EVERYWHERE, "hopper", dtypes=True)

@@ -703,25 +703,6 @@ def test_far_keys_have_the_weights_of_near_ones(hopper, head_dim):
     check_far_alibi("hopper", head_dim)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_reads_of_a_score_function_that_stay_within(hopper, head_dim):
-    """Tiles divide the call, so reads have no checks, and addresses in parts of rows and of columns."""
-    hopper()
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, rows, 2, head_dim, generator=generator).to(torch.bfloat16) for rows in (384, 256, 256))
-    table, gain = torch.randn(2, 700, generator=generator), torch.randn(256, generator=generator)
-
-    def relative(score: Any, batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
-        return score + table[head, q_index - k_index + 300] * gain[k_index]
-
-    def run_on(backend: str, dtype: torch.dtype) -> torch.Tensor:
-        tensors = (tensor.to(dtype) for tensor in (q, k, v))
-        return flashtile.attention(*tensors, score_mod=relative, causal=True, backend=backend)
-
-    oracle, eager = run_on("reference", torch.float64), run_on("reference", torch.bfloat16)
-    assert_close("out", run_on("hopper", torch.bfloat16), oracle, eager)
-
-
 @pytest.mark.parametrize("head_dim, seq_k", [(64, 256), (160, 150)])
 def test_gradients_of_what_a_score_function_reads(hopper, head_dim, seq_k):
     """By one index, by two, by their distance, and by none; of a tensor that does not learn there is none. Tiles divide

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import BlockMask, patterns
+from flashtile import BlockMask
 from flashtile._backends import clear_plans
 from flashtile.ops.attention import select
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run
@@ -666,15 +666,6 @@ def test_bits_of_a_row_depend_on_that_row_alone(values, kind, patched):
     assert torch.equal(alone[:, 5::9], out[:1, 5::9, :1])
 
 
-@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS_OF_ROWS[::-1], 2), ids=str)
-def test_values_of_every_kind(values, kind):
-    head_dim, causal, dtype = kind
-    torch.manual_seed(8)
-    q, k, v = (torch.randn(1, 2100, 2, head_dim, device="cuda", dtype=dtype) for _ in range(3))
-    q, k = _SPREADS[values](q, k)
-    check_forward(q, k, v, "hopper", causal=causal)
-
-
 @pytest.mark.parametrize("exponents", [(-4.0, 0.0), (0.0, -9.6)], ids=["rising", "falling"])
 @pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
 def test_many_small_weights_beside_a_large_one(dtype, exponents):
@@ -867,16 +858,6 @@ def test_backwards_in_order_on_two_streams(head_dim, packed):
     assert all(torch.equal(each[name], first[name]) for each in found for name in first)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_hundred_runs_give_the_same_bits(head_dim):
-    case = _case(head_dim, batch=4, heads=12, heads_kv=3, seq_q=1500, causal=True)
-    inputs = make_inputs(case, "cuda")
-    first = run(case, inputs, "hopper")
-    for _ in range(99):
-        out, lse = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="hopper")
-        assert torch.equal(out, first["out"]) and torch.equal(lse, first["lse"])
-
-
 @pytest.mark.parametrize("rows", ["dense", "one query each"])
 def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows):
     """Nor does the memory of a graph's results begin where the counters of its launch lie."""
@@ -905,42 +886,6 @@ def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows):
         torch.cuda.synchronize()
         for results in (*captured, *eager):
             assert all(torch.equal(found, wanted) for found, wanted in zip(results, expected))
-
-
-def _pattern(name: str, seq: int) -> BlockMask:
-    if name == "documents":
-        return patterns.documents(lengths=(17, 400, 1, 128, 300, seq - 846), causal=True, device="cuda")
-    if name == "no_document":
-        ids = torch.arange(seq, device="cuda") // 300
-        return patterns.documents(ids=torch.where(ids % 2 == 0, ids, -1), device="cuda")
-    if name == "window":
-        return patterns.sliding_window(seq, left=200, right=100, global_tokens=70, device="cuda")
-    if name == "big_bird":
-        return patterns.big_bird(seq, block=128, heads=4, device="cuda")
-    layout = torch.rand(-(-seq // 128), -(-seq // 128), generator=torch.Generator().manual_seed(0)) < float(name)
-    return BlockMask.from_layout(layout.cuda(), (128, 128), seq, seq)
-
-
-@pytest.mark.parametrize("seq", [1500, 2048])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["documents", "no_document", "window", "big_bird", "0.05", "0.5"])
-def test_patterns(name, head_dim, seq):
-    """Also rows without a tile, and NaN from above at rows that see nothing."""
-    block_mask = _pattern(name, seq)
-    q, k, v, dout = (torch.randn(2, seq, 4, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
-    blind = ~block_mask.to_dense().any(dim=3)[0, 0]
-    dout[:, blind] = float("nan")
-
-    def results(dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
-        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        out, lse = flashtile.attention(*leaves, block_mask=block_mask, return_lse=True, backend=backend)
-        grads = torch.autograd.grad(out, leaves, dout.to(dtype))
-        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
-
-    actual, oracle, eager = results(_BF16, "hopper"), results(torch.float64, "reference"), results(_BF16, "reference")
-    for which, value in actual.items():
-        assert_close(which, value, oracle[which], eager[which])
-    assert not actual["out"][:, blind].any() and actual["lse"][..., blind].isneginf().all()
 
 
 def test_automatic_choice_on_this_gpu():
@@ -973,23 +918,6 @@ def test_a_backward_after_the_forward_of_the_portable_kernels(feature, monkeypat
     monkeypatch.setattr(select, "implementation", implementation)
     check(_case(**_FEATURES[feature]), "hopper", "cuda")
     assert ("backward", "hopper") in served
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_same_weights_are_dropped_on_every_backend(head_dim):
-    """With equal weights and values of 1, out counts the kept ones."""
-    q = torch.zeros(2, 300, 4, head_dim, dtype=_FP16, device="cuda")
-    k = torch.zeros(2, 512, 4, head_dim, dtype=_FP16, device="cuda")
-    v = torch.zeros_like(k)
-    for part in range(8):  # a column of v shows one part of the keys
-        v[:, part * 64 : part * 64 + 64, :, part] = 1
-    seed = torch.tensor([2**31 + 5, 77], device="cuda")
-    outs = [
-        flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=seed, backend=backend)
-        for backend in ("hopper", "triton")
-    ]
-    counts = [(out.double()[..., :8] * 512 * 0.5).round() for out in outs]
-    assert torch.equal(*counts)
 
 
 def test_a_part_of_a_larger_call_drops_the_same_weights():

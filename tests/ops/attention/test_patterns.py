@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 
-import flashtile
 from flashtile import patterns
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
@@ -244,28 +243,6 @@ def test_tree(lengths, parents, tile):
     check_mask(mask, dense_of(lambda b, h, q, k: (q, k) in pairs, 1, 1, tokens, tokens))
     positions = patterns.tree_positions(lengths, parents).tolist()
     assert all([positions[token] for token in path] == list(range(len(path))) for path in paths(lengths, parents))
-
-
-@pytest.mark.parametrize("lengths, parents", TREES, ids=str)
-def test_a_tree_gives_what_its_sequences_give_alone(lengths, parents):
-    """Also gradients, which are the sums over the sequences that share a token."""
-    tokens = sum(lengths)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, tokens, 2, 16, generator=generator, dtype=torch.float64)
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    out = flashtile.attention(*leaves, block_mask=patterns.tree(lengths, parents))
-    dout = torch.zeros_like(out)
-    summed = [torch.zeros_like(leaf) for leaf in leaves]
-    for path in paths(lengths, parents):
-        alone = [leaf[:, path].detach().requires_grad_() for leaf in leaves]
-        expected = flashtile.attention(*alone, causal=True)
-        assert_same(out[:, path], expected)
-        upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-        dout[:, path] += upstream
-        for total, grad in zip(summed, torch.autograd.grad(expected, alone, upstream)):
-            total[:, path] += grad
-    for grad, total in zip(torch.autograd.grad(out, leaves, dout), summed):
-        assert_same(grad, total)
 
 
 @pytest.mark.parametrize(

@@ -76,14 +76,6 @@ def test_which_checks_are_left_out(kernel, change, whole, all_visible):
     assert (constants["WHOLE"], constants["ALL_VISIBLE"]) == (whole, all_visible)
 
 
-@pytest.mark.parametrize("kernel, rows, heads", [("forward", "seq_q", 6), ("dq", "seq_q", 6), ("dkdv", "seq_k", 2)])
-def test_programs_of_a_dense_call(kernel, rows, heads):
-    call = Call(batch=3, heads=6, heads_kv=2, seq_q=300, seq_k=500)
-    result = plan(kernel, _HOPPER, call)
-    block = result.kernel.source.constants["shape.BLOCK_N" if kernel == "dkdv" else "shape.BLOCK_M"]
-    assert result.kernel.programs == -(-getattr(call, rows) // block) * 3 * heads
-
-
 @pytest.mark.parametrize("lengths", [(1000,), (0, 1000, 0), (1,) * 1000, (500, 500), (127, 129, 744)], ids=len)
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel, lengths):
@@ -105,19 +97,6 @@ def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel, lengths):
 )
 def test_a_call_without_outputs_launches_nothing(kernel, change, runs):
     assert (plan(kernel, _HOPPER, Call()._replace(**change)).kernel.programs > 0) is runs
-
-
-@pytest.mark.parametrize(
-    "kernel, shapes",
-    [
-        ("forward", [(2, 30, 6, 24), (2, 6, 30)]),
-        ("dq", [(2, 30, 6, 40), (2, 50, 6, 40), (2, 50, 6, 24)]),  # dk and dv of each query head
-        ("dkdv", [(2, 50, 3, 40), (2, 50, 3, 24)]),
-    ],
-)
-def test_outputs(kernel, shapes):
-    call = Call(head_dim=40, head_dim_v=24, seq_q=30, seq_k=50, heads=6, heads_kv=3)
-    assert [layout.shape for layout in _stored(plan(kernel, _HOPPER, call))] == shapes
 
 
 def _stored(found: PortableKernel) -> list[allocate.Layout]:

@@ -169,26 +169,6 @@ def test_alibi_is_a_bias(shape):
 # --- sinks ----------------------------------------------------------------------------------------------------------
 
 
-def test_sink_by_hand():
-    q = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
-    v = doubles(3, 5).view(1, 2, 1, 1)
-    sinks = doubles(math.log(2), math.log(6))
-    out, lse = flashtile.attention(q, torch.ones_like(v), v, sinks=sinks, return_lse=True)
-    # Two keys of weight 1 each beside a sink of weight 2, and of weight 6.
-    equal(out.flatten(), doubles(8 / 4, 8 / 8))
-    equal(lse.flatten(), doubles(math.log(4), math.log(8)))
-
-
-def test_row_that_sees_only_its_sink():
-    (q, k, v), sinks = qkv(1, 4, 2, heads_kv=4), normal(4, seed=5).requires_grad_()
-    out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
-    assert not out[:, :2].any()
-    equal(lse[0, :, :2], sinks[:, None].expand(4, 2))
-    grads = torch.autograd.grad((out[:, :2].sum(), lse[..., :2].sum()), (q, k, v, sinks))
-    assert not any(grad.any() for grad in grads[:3])
-    equal(grads[3], torch.full_like(sinks, 2.0))
-
-
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"key_lengths": torch.tensor([7, 0])}], ids=str)
 def test_sink_of_minus_infinity_is_none(options):
     inputs, sinks = qkv(2, 9, 7), torch.full((4,), -INFINITY, dtype=torch.float64).requires_grad_()

@@ -69,32 +69,6 @@ def test_interpreted_tables_of_whole_tiles():
 
 
 LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4)
-FEATURES = {
-    "softcap": with_arguments(LARGE, softcap=1.5),
-    "bias": with_arguments(replace(LARGE, bias="bhqk"), causal=True),
-    "alibi": with_arguments(replace(LARGE, alibi_slopes="bh"), causal=True),
-    "mask": replace(LARGE, mask="b1qk"),
-    "sinks": with_arguments(replace(LARGE, sinks=True), window=(100, 0)),
-    "together": with_arguments(
-        replace(LARGE, bias="1hqk", mask="b11k", alibi_slopes="h", sinks=True, key_lengths=(643, 300)),
-        softcap=3.0,
-        dropout_p=0.2,
-    ),
-    "packed": with_arguments(
-        replace(
-            LARGE, batch=3, lengths_q=(517, 0, 130), lengths_k=(643, 64, 200), bias="1hqk", mask="111k", sinks=True
-        ),
-        causal=True,
-    ),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("case", parameters(FEATURES))
-def test_kernels_over_many_tiles(case, head_dim, dtype):
-    check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
@@ -180,20 +154,3 @@ def test_cuda_graph_with_gradients_of_bias_slopes_and_sinks():
         sinks.add_(1)
     graph.replay()
     assert all(torch.equal(*pair) for pair in zip(captured, step(), strict=True))
-
-
-@pytest.mark.gpu
-def test_compiled_training_step_with_dynamic_lengths():
-    def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-        return flashtile.attention(2 * q, k, v, bias=bias, sinks=sinks, causal=True).square()
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    for seq in (64, 80, 200):
-        shapes = *((2, seq, 2, 64),) * 3, (1, 2, seq, seq), (2,)
-        leaves = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
-        results = []
-        for function in (step, compiled):
-            out = function(*leaves)
-            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-        for eager, traced in zip(*results, strict=True):
-            assert_same(traced, eager)

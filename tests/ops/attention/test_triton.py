@@ -18,7 +18,16 @@ from flashtile.ops.attention.gpu import plan as triton_plan
 from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.triton import launch
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
-from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, check_again, combined, parameters
+from support.attention.attention_cases import (
+    BASE,
+    COMBINED,
+    EDGES,
+    PAIRS,
+    changed,
+    check_again,
+    combined,
+    parameters,
+)
 from support.running.covering import turns
 from support.running.places import places
 
@@ -121,14 +130,26 @@ _LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=torch.bfloat16)
 
 
 _WIDTHS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 512), (512, 512)]
-_ARGUMENTS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (200, 30)}, {"dropout_p": 0.2}, {}]
+#: What a call has more; each meets three pairs of widths.
+_MORE: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"window": (200, 30)}, {"dropout_p": 0.2}, {"softcap": 1.5, "dtype": torch.float32},
+    {"bias": "bhqk", "causal": True}, {"alibi_slopes": "bh", "causal": True}, {"mask": "b1qk", "dtype": torch.float32},
+    {"sinks": True, "window": (100, 0)}, {"block_mask": (128, 128)}, {"block_mask": (16, 256), "bias": "1hqk"},
+    {
+        "bias": "1hqk", "mask": "b11k", "alibi_slopes": "h", "sinks": True, "key_lengths": (643, 300), "softcap": 3.0,
+        "dropout_p": 0.2,
+    },
+    {
+        "batch": 3, "lengths_q": (517, 0, 130), "lengths_k": (643, 64, 200), "bias": "1hqk", "mask": "111k",
+        "sinks": True, "causal": True,
+    },
+]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths, arguments", turns(_WIDTHS, _ARGUMENTS, 2), ids=str)
-def test_kernels_over_many_tiles(widths, arguments):
-    head_dim, head_dim_v = widths
-    check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "triton", "cuda")
+@pytest.mark.parametrize("more, widths", turns(_MORE, _WIDTHS, 3), ids=str)
+def test_kernels_over_many_tiles(more, widths):
+    check(changed(_LARGE, *widths, **more), "triton", "cuda")
 
 
 @pytest.mark.gpu
@@ -227,19 +248,6 @@ def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay():
     graph.replay()
     assert not torch.equal(first[0], results[0])
     assert all(result.isfinite().all() for result in results)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton"])
-def test_dropout_mask_is_the_cpus(backend):
-    """With v = identity the output shows which weights were kept."""
-    seed = torch.tensor([77, 3])
-    q, k = (torch.randn(2, 48, 3, 64) for _ in range(2))
-    v = torch.eye(48).reshape(1, 48, 1, 48).expand(2, 48, 3, 48)
-    tensors = [t.cuda() for t in (q, k, v, seed)]
-    out = flashtile.attention(*tensors[:3], dropout_p=0.4, dropout_seed=tensors[3], backend=backend)
-    kept = flashtile.dropout_mask(seed, 0.4, batch=2, heads=3, seq_q=48, seq_k=48)
-    assert torch.equal((out != 0).transpose(1, 2).cpu(), kept)
 
 
 @pytest.mark.gpu
