@@ -300,11 +300,11 @@ def test_a_run_renews_what_the_table_has_of_its_files_or_of_the_tests_chosen():
 
 
 def test_another_fiftieth_is_drawn_each_day():
-    tests = [f"test[{number}]" for number in range(1000)]
-    days = [datetime.date(2026, 1, 1) + datetime.timedelta(days) for days in range(250)]
+    tests = [f"test[{number}]" for number in range(400)]
+    days = [datetime.date(2026, 1, 1) + datetime.timedelta(days) for days in range(200)]
     shares = [{test for test in tests if drawn(test, day)} for day in days]
-    assert all(5 < len(share) < 45 for share in shares) and shares[0] != shares[1]
-    assert len(set.union(*shares)) > 980
+    assert all(len(share) < 25 for share in shares) and sum(map(len, shares)) > 1400 and shares[0] != shares[1]
+    assert len(set.union(*shares)) > 380
 
 
 def test_the_table_is_of_the_tests_that_are_there():

@@ -14,7 +14,6 @@ from flashtile.testing import AttentionCase, assert_close, assert_same, make_inp
 from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
 from support.attention.cpu_tiles import use_small_tiles
 from support.running.covering import turns
-from support.running.places import places
 
 
 def sums_of(case: AttentionCase, backend: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
@@ -92,26 +91,6 @@ def test_kernel_over_many_tiles(head_dim, arguments):
     first = check(case, "triton", "cuda")
     assert all(torch.equal(first, sums_of(case, "triton", "cuda")) for _ in range(5))
     check(replace(case, bias="1hqk", mask="b1qk", alibi_slopes="bh", seq_q=1536, seq_k=1024), "triton", "cuda")
-
-
-@places("reference", "cpu", "interpreted", "gpu", dtypes=True)
-def test_block_mask(backend, device, dtype):
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.rand(1, 2, 130, 200, generator=generator) < 0.5
-    dense[:, :, 64:128, :128] = dense[:, :, 3] = False
-    dense[:, 1, :64, 128:] = True
-    shapes = (2, 130, 2, 16), (2, 200, 1, 16)
-    q, k = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    dense = dense.to(device)
-
-    def sums(backend: str, dtype: torch.dtype, **masks: Any) -> Tensor:
-        given = q.to(dtype), k.to(dtype)
-        _, lse = flashtile.attention(*given, given[1], causal=True, **masks, return_lse=True, backend=backend)
-        return flashtile.attention_column_sums(*given, lse, causal=True, **masks, backend=backend)
-
-    actual = sums(backend, dtype, block_mask=BlockMask.from_dense(dense, (64, 128)))
-    oracle = sums("reference", torch.float64, mask=dense)
-    assert_close("sums", actual, oracle, sums("reference", dtype, mask=dense))
 
 
 def example(**options: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -110,32 +110,21 @@ _LISTS = [
 _HEADS_OF_LISTS = [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 64)]
 _LENGTHS_OF_LISTS = {"lengths_q": (700, 0, 1, 130, 1100), "lengths_k": (650, 70, 1, 390, 1000), "batch": 5}
 _FUNCTION = {"score_mod": True, "constant": ("score_mod",)}
-_PADDING = {"mask": "b11k", "key_lengths": (643, 200)}
-#: As in models that use them.
+#: As in models that use them; each two features are in "pairs".
 _FEATURES: dict[str, dict[str, Any]] = {
     "padding mask": {"mask": "b11k"},
     "padding as lengths": {"key_lengths": (643, 130)},
-    "no keys": {"key_lengths": (0, 7), "causal": True},
     "dense mask": {"mask": "b1qk", "deterministic": True},
-    "mask of heads": {"mask": "1hqk"},
     "T5": {"bias": "1hqk", "scale": 1.0},
-    "pair bias": {"bias": "bhqk"},
     "pair bias in float32": {"bias": "bhqk", "bias_dtype": torch.float32},
-    "bias of keys": {"bias": "b11k"},
-    "bias of queries": {"bias": "11q1", "bias_dtype": torch.float32},
     "bias and tiles": {"bias": "1hqk", "block_mask": (128, 128)},
     "bias and function": {"bias": "1hqk", **_FUNCTION},
-    "triangle": {"bias": "1hqk", **_PADDING},
     "GPT-2": {"dropout_p": 0.1, "causal": True},
-    "BERT": {"mask": "b11k", "dropout_p": 0.1},
-    "dropout of capped scores": {"dropout_p": 0.3, "softcap": 5.0, "deterministic": True},
     "slopes": {"alibi_slopes": "bh", "causal": True},
-    "slopes of capped scores": {"alibi_slopes": "h", "sinks": True, "softcap": 5.0, "window": (200, 60)},
     "all and slopes": {
-        "bias": "1hqk", **_PADDING, "alibi_slopes": "bh", "sinks": True, "dropout_p": 0.2, "softcap": 5.0,
-        "deterministic": True,
+        "bias": "1hqk", "mask": "b11k", "key_lengths": (643, 200), "alibi_slopes": "bh", "sinks": True,
+        "dropout_p": 0.2, "softcap": 5.0, "deterministic": True,
     },
-    "all": {"bias": "1hqk", **_PADDING, **_SLOPES, "sinks": True, "dropout_p": 0.2, "window": (200, 60)},
 }  # fmt: skip
 _WHOLE_TILES = (
     "padding mask", "dense mask", "T5", "pair bias in float32", "GPT-2", "bias and tiles", "bias and function",
@@ -161,7 +150,8 @@ def _pairs() -> list[AttentionCase]:
             "block_mask": (128, 128),
         }  # fmt: skip
         here = {field: value for field, value in here.items() if getattr(case, field)}
-        cases.append(changed(case, (64, 128, 256)[number % 3], seq_q=430, seq_k=620, dtype=_DTYPES[number % 2], **here))
+        heads, dtype = _KINDS[number % len(_KINDS)]
+        cases.append(changed(case, *heads, seq_q=430, seq_k=620, dtype=dtype, **here))
     return cases
 
 
@@ -407,22 +397,9 @@ _GROUPS: dict[str, _Calls] = {
         )
         for divides in (False, True)
     },
-    "features": _Calls(_kinds(list(_FEATURES.values()), 3)),
     # No tile ends past a table.
     "whole tiles": _Calls([
         _case(width, seq_q=512, seq_k=768, **_FEATURES[name]) for name, width in turns(_WHOLE_TILES, (64, 128, 256), 2)
-    ]),
-    "features of packed sequences": _Calls([
-        _case(width, lengths_q=(129, 0, 1, 300), lengths_k=(129, 33, 1, 400), **change)
-        for change, width in turns(
-            [
-                {"dropout_p": 0.2, "causal": True}, {"bias": "1hqk", "mask": "11qk"}, {"bias": "1hqk", **_IN_ORDER},
-                {"bias": "11qk", "block_mask": (64, 128), "key_lengths": (129, 20, 1, 100)},
-                {"key_lengths": (129, 20, 1, 100), "dropout_p": 0.2, "deterministic": True},
-                {"alibi_slopes": "bh", "causal": True}, {"alibi_slopes": "h", "softcap": 5.0},
-            ],
-            (64, 128, 256), 2,
-        )
     ]),
     # Rows of the bias lie at multiples of 16 bytes, and end within a tile.
     "bias by TMA": _Calls(_kinds(

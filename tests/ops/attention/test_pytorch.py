@@ -169,19 +169,14 @@ def test_autocast_computes_in_the_autocast_dtype():
     assert {dq.dtype, dk.dtype, dv.dtype} == {torch.float32}
 
 
-def test_autocast_leaves_float64_alone():
-    inputs = dense_inputs(dtype=torch.float64)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = results(flashtile.attention, inputs)
-    assert_same(inside, results(flashtile.attention, inputs))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_autocast_does_not_reach_the_arithmetic_inside(dtype):
+    """Nor float64. Accumulators in float32 would be products in bfloat16 if it were left on below the operator."""
 
-
-def test_autocast_does_not_reach_the_arithmetic_inside():
-    # Accumulators in float32 would be matrix products in bfloat16 if autocast were left on below the operator.
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flashtile.attention(q, k, v, causal=True, return_lse=True)
 
-    inputs = dense_inputs(seq=70, dtype=torch.bfloat16)
+    inputs = dense_inputs(seq=70, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = results(function, inputs)
     assert_same(inside, results(function, inputs))
@@ -292,33 +287,21 @@ def test_gradients_of_each_sample():
 
 @pytest.mark.unpoisoned
 def test_pytorchs_deterministic_mode_is_that_of_attention(monkeypatch):
-    asked = []
-    forward = cpu.forward
+    """A compiled call is traced anew where it changes."""
+    asked, forward, counter = [], cpu.forward, CompileCounter()
 
     def noted(*call: Any) -> Any:
         asked.append(call[-1].deterministic)
         return forward(*call)
 
     monkeypatch.setattr(cpu, "forward", noted)
-    q = torch.randn(1, 8, 2, 16)
-    for mode in (False, True, False):
-        torch.use_deterministic_algorithms(mode)
-        try:
-            flashtile.attention(q, q, q)
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert asked == [False, True, False]
-
-
-@pytest.mark.unpoisoned
-def test_a_compiled_call_is_traced_anew_in_deterministic_mode():
-    counter = CompileCounter()
-    attend = torch.compile(lambda q: flashtile.attention(q, q, q), backend=counter, fullgraph=True)
+    compiled = torch.compile(lambda q: flashtile.attention(q, q, q), backend=counter, fullgraph=True)
     q = torch.randn(1, 8, 2, 16)
     for mode in (False, True, False, True):
         torch.use_deterministic_algorithms(mode)
         try:
-            attend(q)
+            flashtile.attention(q, q, q)
+            compiled(q)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert counter.frame_count == 2
+    assert asked == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 and counter.frame_count == 2

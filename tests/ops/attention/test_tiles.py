@@ -14,8 +14,6 @@ from flashtile.ops.attention.gpu.tile_configs import (
     TileKey,
     choose_tiles,
     dot_precision,
-    drops_bounds,
-    drops_masks,
     longest_lengths,
     shared_memory,
 )
@@ -125,26 +123,6 @@ def test_less_memory_never_means_larger_tiles(kernel):
         assert smaller.block_m <= larger.block_m
         assert smaller.block_n <= larger.block_n
         assert smaller.num_stages <= larger.num_stages
-
-
-@pytest.mark.parametrize(
-    "head_dim, width", [(1, 16), (16, 16), (17, 32), (64, 64), (80, 128), (128, 128), (129, 256), (512, 512)]
-)
-def test_tile_width(head_dim, width):
-    assert tile_width(head_dim) == width
-
-
-@pytest.mark.parametrize(
-    "kernel, head_dims, bounds, masks",
-    [
-        ("forward", (128, 128), True, True), ("forward", (64, 256), True, False), ("dq", (256, 64), True, False),
-        ("dkdv", (128, 65), True, True), ("dkdv", (129, 64), False, False),
-    ],
-)  # fmt: skip
-def test_what_whole_tiles_leave_out(kernel, head_dims, bounds, masks):
-    key = TileKey(torch.float16, *head_dims, banded=False, length="long")
-    assert drops_bounds(kernel, key) is bounds
-    assert drops_masks(key) is masks
 
 
 def test_tiles_divide_those_of_the_block_mask():

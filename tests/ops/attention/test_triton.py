@@ -180,9 +180,10 @@ def test_float32_kernels_pass_on_nan_and_infinity(backend, device):
 
 
 @pytest.mark.gpu
-def test_thirty_runs_give_the_same_bits():
-    case = with_arguments(replace(_LARGE, heads_kv=2), causal=True, dropout_p=0.1, deterministic=True)
-    check_again(case, "triton", 29)
+@pytest.mark.parametrize("bias", [None, "bhqk", "11qk", "1h1k", "1111"])
+def test_runs_give_the_same_bits(bias):
+    more = {"alibi_slopes": "h", "sinks": True, "softcap": 3.0, "head_dim": 64} if bias else {"causal": True}
+    check_again(changed(_LARGE, heads_kv=2, bias=bias, dropout_p=0.1, deterministic=True, **more), "triton", 9)
 
 
 #: The portable kernels, and on Hopper its own.
@@ -229,12 +230,16 @@ def test_tensors_past_two_to_the_31_elements():
 
 
 @pytest.mark.gpu
-def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay():
+@pytest.mark.parametrize("dropout_p", [0.2, 0.0])
+def test_a_cuda_graph_reads_its_tensors_and_draws_dropout_in_each_replay(dropout_p):
     q, k, v = (torch.randn(2, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 128, 128, device="cuda", requires_grad=True)
+    slopes, sinks = (torch.rand(2, device="cuda", requires_grad=True) for _ in range(2))
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = flashtile.attention(q, k, v, causal=True, dropout_p=0.2)
-        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        options = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "softcap": 5.0, "dropout_p": dropout_p}
+        out = flashtile.attention(q, k, v, causal=True, backend="triton", **options)
+        return out, *torch.autograd.grad(out, (q, k, v, bias, slopes, sinks), torch.ones_like(out))
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -245,9 +250,12 @@ def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay():
         results = step()
     graph.replay()
     first = [result.clone() for result in results]
+    with torch.no_grad():
+        bias.mul_(1 if dropout_p else -2)
     graph.replay()
     assert not torch.equal(first[0], results[0])
     assert all(result.isfinite().all() for result in results)
+    assert dropout_p or all(map(torch.equal, results, step()))
 
 
 @pytest.mark.gpu
