@@ -5,7 +5,6 @@ cuTensorMapEncodeTiled)."""
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections import namedtuple
 from types import SimpleNamespace
@@ -20,15 +19,13 @@ from torch import Tensor
 from support.compilation import needs_triton  # noqa: F401
 
 # isort: split
-from flashtile import patterns
 from flashtile._backends import alignment, clear_plans, tma
 from flashtile._backends import launch as backend_launch
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import Phase
-from flashtile.ops.attention.hopper import backward_configs, cache_launch, forward, launch, unsupported_reason
-from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
+from flashtile.ops.attention.hopper import cache_launch, forward, launch, unsupported_reason
 from flashtile.ops.attention.hopper.tuned_rows import forward_config
-from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, SideInputs, Wanted
 from support.attention.backend_calls import HOPPER, hopper_call
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
@@ -204,6 +201,11 @@ def test_a_call_passes_what_its_kernels_declare(launched, call, has_dlse):
             _check_prepared_backward(launched, call, inputs)
 
 
+def _astray(arguments: dict[str, Any], described: dict[str, Tensor]) -> list[str]:
+    """The names of descriptors that do not lead to their tensors."""
+    return [name for name, tensor in described.items() if not arguments[f"{name}_desc"].is_of(tensor)]
+
+
 def _check_forward(launched: dict[str, _Launched], call: _Call) -> None:
     out, lse = launch.forward(call.q, call.k, call.v, call.side, call.spec)
     arguments = launched["attention_forward_kernel"].arguments
@@ -222,33 +224,26 @@ def _check_forward(launched: dict[str, _Launched], call: _Call) -> None:
         described["v"] = call.v
     if call.spec.scale > 0:
         described["q"] = call.q
-    assert all(arguments[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
+    assert _astray(arguments, described) == []
     assert arguments["lse_ptr"] == lse.data_ptr()
-    sizes = [arguments[f"problem.{name}"] for name in ("heads", "group", "rows_q", "rows_k")]
-    assert sizes == [call.q.shape[-2], call.q.shape[-2] // call.k.shape[-2], call.q.shape[-3], call.k.shape[-3]]
 
 
 @given(st.one_of(_calls((torch.float32,)), _calls((torch.float32,), wide=True)), st.booleans())
 def test_a_call_of_float32_passes_what_its_kernels_declare(launched, call, has_dlse):
+    """Kernels split its tensors into parts first, and are never prepared: TF32 may be allowed for the next call."""
     call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
+    q, k, v, dout, side, spec = call
     if _served("forward", call):
-        _check_float32_forward(launched, call)
+        assert launch.prepare_forward(q, k, v, side, spec) is None
+        launch.forward(q, k, v, side, spec)
+        # The last tensor that is split is v.
+        assert launched["attention_convert_kernel"].arguments["numbers_ptr"] == v.data_ptr()
     if _served("backward", call):
-        _check_float32_backward(launched, call, has_dlse)
-
-
-def _check_float32_forward(launched: dict[str, _Launched], call: _Call) -> None:
-    q, k, v, _, side, spec = call
-    assert launch.prepare_forward(q, k, v, side, spec) is None  # TF32 may be allowed for the next call
-    out, lse = launch.forward(q, k, v, side, spec)
-    arguments = launched["attention_float32_forward_kernel"].arguments
-    assert arguments["out_ptr"] == out.data_ptr() and arguments["lse_ptr"] == lse.data_ptr()
-    assert arguments["problem.side.sinks"] == (None if side.sinks is None else side.sinks.data_ptr())
-    # The last tensor that is split is v.
-    split = launched["attention_convert_kernel"].arguments
-    assert split["numbers_ptr"] == v.data_ptr() and split["converted_ptr"] == arguments["v_desc"].address
-    sizes = [arguments[f"problem.{name}"] for name in ("heads", "group", "rows_q", "rows_k")]
-    assert sizes == [q.shape[-2], q.shape[-2] // k.shape[-2], q.shape[-3], k.shape[-3]]
+        inputs = _backward_inputs(call, has_dlse)
+        assert launch.prepare_backward(inputs, side, spec, Wanted()) is None
+        launch.backward(inputs, side, spec, Wanted())
+        masked = launched["attention_begin_kernel"].arguments["masked_dout_ptr"]
+        assert launched["attention_convert_kernel"].arguments["numbers_ptr"] == (masked or dout.data_ptr())
 
 
 def _check_prepared_forward(launched: dict[str, _Launched], call: _Call) -> None:
@@ -287,7 +282,7 @@ def _check_prepared_backward(launched: dict[str, _Launched], call: _Call, inputs
         moved_by_tma["dq"] = dq
     else:
         assert launched["attention_end_kernel"].arguments["dq_ptr"] == dq.data_ptr()
-    assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in moved_by_tma.items())
+    assert _astray(main, moved_by_tma) == []
     moved = main["counter_ptr"] - expected["attention_backward_kernel"].arguments["counter_ptr"]
     for name, (programs, arguments) in expected.items():
         assert programs == launched[name].programs
@@ -304,13 +299,15 @@ def _check_backward(launched: dict[str, _Launched], call: _Call, inputs: Backwar
     q, k, v, dout, side, spec = call
     launched.clear()  # not every call has the last kernel
     gradients = launch.backward(inputs, side, spec, Wanted())
-    (tiles, begin), (programs, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
+    begin, main = (launched[f"attention_{name}_kernel"].arguments for name in ("begin", "backward"))
     described = {"k": k, "v": v}
     if main["problem.shares"] == 1:  # else the main kernel stores parts of these
         described |= {"dk": gradients.k, "dv": gradients.v}
     if spec.scale > 0:
         described["q"] = q
-    if not begin["masked_dout_ptr"]:
+    if begin["masked_dout_ptr"]:
+        assert main["dout_desc"].address == begin["masked_dout_ptr"]
+    else:
         described["dout"] = dout
     summed = begin["cleared_ptr"] is not None
     assert summed is (main["dq_desc"] is None) and main["sums_ptr"] == (begin["cleared_ptr"] or main["sums_ptr"])
@@ -318,45 +315,13 @@ def _check_backward(launched: dict[str, _Launched], call: _Call, inputs: Backwar
         assert launched["attention_end_kernel"].arguments["dq_ptr"] == gradients.q.data_ptr()
     else:
         described["dq"] = gradients.q
-    assert [name for name, tensor in described.items() if not main[f"{name}_desc"].is_of(tensor)] == []
+    assert _astray(main, described) == []
     assert begin["dout_ptr"] == dout.data_ptr()
-    # The parts of the buffer, in their order: each has room.
-    config = backward_configs.choose_backward_config(hopper_call("backward", q, k, v, side, spec))
-    if main["sums_ptr"] is not None:
-        of_a_line = main["problem.group"] * main["problem.query_tiles"]  # for each thread block that takes whole ones
-        sums = 4 * config.block_m * backward_configs.tile_width(q.shape[-1])
-        assert begin["statistics_ptr"] >= main["sums_ptr"] + sums * (tiles if summed else programs * of_a_line)
-    masked_dout = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
-    masked_dout_bytes = 2 * dout.numel() if begin["masked_dout_ptr"] else 0
-    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
-    turns = begin["counter_ptr"] + 4
-    assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
-    assert bool(begin["logit_sums_ptr"]) is (side.sinks is not None)
-    assert begin["row_logits_ptr"] == (None if side.sinks is None else side.sinks.data_ptr())
-    assert (main["turns_ptr"] is not None) is (spec.deterministic and summed) and main["turns_ptr"] == begin[
-        "turns_ptr"
-    ]
-    assert main["counter_ptr"] == begin["counter_ptr"] and main["statistics_desc"].address == begin["statistics_ptr"]
-    assert (begin["lse_unit"] is not None) is config.statistics_multiplied
     if side.cu_seqlens_q is None and spec.window_left is spec.window_right is None:
         assert begin["masked_dout_ptr"] is None
     for name, gradient, of in zip("qkv", gradients, (q, k, v)):
         by_tma = name == "q" or main["problem.shares"] == 1
         assert gradient.shape == of.shape and (not by_tma or alignment.aligned(gradient))
-
-
-def test_a_backward_over_a_block_mask_passes_its_lists(launched):
-    q, v, lse = torch.zeros(2, 50, 2, 64).bfloat16(), torch.zeros(2, 50, 2, 128).bfloat16(), torch.zeros(2, 2, 50)
-    mask = patterns.causal(50)
-    side = SideInputs(None, None, 50, 50, block_lists=mask.lists, block_patterns=mask.tile_masks)
-    launch.backward(
-        BackwardInputs(v, None, q, q, v, v, lse), side, AttentionSpec(1.0, block_shape=(1, 1, 128, 128)), Wanted()
-    )
-    begin, main = (launched[f"attention_{name}_kernel"].arguments for name in ("begin", "backward"))
-    assert main["problem.side.block_lists"] == mask.lists.data_ptr()
-    assert main["dout_desc"].address == begin["masked_dout_ptr"]
-    assert begin["counter_ptr"] - begin["masked_dout_ptr"] == v.nbytes
-    assert begin["lse_unit"] == -math.log(2)  # the scale is 1
 
 
 def _without_slopes(call: _Call) -> _Call:
@@ -371,61 +336,24 @@ def _backward_inputs(call: _Call, has_dlse: bool) -> BackwardInputs:
     return BackwardInputs(dout, dlse, q, k, v, out, lse)
 
 
-def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
-    return launch.backward(_backward_inputs(call, has_dlse), call.side, call.spec, Wanted())
-
-
-def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
-    """What the first of such kernels is given: the parts of the buffer, in their order, each with room."""
-    tiles, begin = launched
-    assert begin["dout_ptr"] == dout.data_ptr() and begin["cleared_ptr"] is begin["turns_ptr"] is None
-    masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
-    masked_dout_bytes = dout.element_size() * dout.numel() if begin["masked_dout_ptr"] else 0
-    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
-
-
 @given(_calls((torch.float16, torch.bfloat16), wide=True), st.booleans())
 def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(launched, call, has_dlse):
     call = _without_slopes(call)
     if not _served("backward", call):
         return
     q, k, v, dout, side, spec = call
-    gradients = _run_backward(call, has_dlse)
-    begin = launched["attention_begin_kernel"].arguments
+    gradients = launch.backward(_backward_inputs(call, has_dlse), side, spec, Wanted())
     of_dv, of_dq = (launched[f"attention_wide_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
-    assert of_dv["k_desc"].is_of(k)
+    of_values, of_scores = {"k": k}, {"visited_scores": k, "visited_values": v, "gradient": gradients.q}  # that of dq
     if of_dv["problem.shares"] == 1:  # else the kernels store parts of dk and dv
-        assert of_dv["dv_desc"].is_of(gradients.v)
-    # The last kernel is that of dq.
-    assert of_dq["visited_scores_desc"].is_of(k) and of_dq["visited_values_desc"].is_of(v)
-    assert of_dq["gradient_desc"].is_of(gradients.q)
+        of_values["dv"] = gradients.v
     if spec.scale > 0:
-        assert of_dv["q_desc"].is_of(q) and of_dq["own_scores_desc"].is_of(q)
-    if not begin["masked_dout_ptr"]:
-        assert of_dv["dout_desc"].is_of(dout) and of_dq["own_values_desc"].is_of(dout)
-    _check_scratch(launched["attention_begin_kernel"], dout)
-    assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
-    sequences = None if side.cu_seqlens_q is None else side.cu_seqlens_q.data_ptr()
-    assert begin["cu_seqlens_q_ptr"] == of_dv["problem.side.cu_seqlens_q"] == sequences
-
-
-def _check_float32_backward(launched: dict[str, _Launched], call: _Call, has_dlse: bool) -> None:
-    q, k, v, dout, side, spec = call
-    inputs = BackwardInputs(dout, None, q, k, v, dout, torch.zeros(0))
-    assert launch.prepare_backward(inputs, side, spec, Wanted()) is None  # TF32 may be allowed for the next call
-    gradients = _run_backward(call, has_dlse)
-    begin = launched["attention_begin_kernel"].arguments
-    kernels = "attention_float32_wide" if is_wide_float32(q.shape[-1], v.shape[-1]) else "attention_float32"
-    of_dv, of_dq = (launched[f"{kernels}_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
-    # The last kernel is that of dq, and the last tensor that is split dout.
-    assert of_dv["q_desc"] == of_dq["own_scores_desc"] and of_dv["dout_desc"] == of_dq["own_values_desc"]
-    assert of_dv["k_desc"] == of_dq["visited_scores_desc"]
-    assert of_dq["gradient_ptr"] == gradients.q.data_ptr()
-    split = launched["attention_convert_kernel"].arguments
-    assert split["numbers_ptr"] == (begin["masked_dout_ptr"] or dout.data_ptr())
-    assert split["converted_ptr"] == of_dv["dout_desc"].address
-    _check_scratch(launched["attention_begin_kernel"], dout)
-    assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
+        of_values["q"] = of_scores["own_scores"] = q
+    if masked := launched["attention_begin_kernel"].arguments["masked_dout_ptr"]:
+        assert of_dv["dout_desc"].address == of_dq["own_values_desc"].address == masked
+    else:
+        of_values["dout"] = of_scores["own_values"] = dout
+    assert _astray(of_dv, of_values) == _astray(of_dq, of_scores) == []
 
 
 class _AllocatedError(Exception):
