@@ -24,6 +24,7 @@ from flashtile.bench.report import Table, make_report
 from flashtile.bench.start import UserError
 from flashtile.bench.timing import HostTimer
 from flashtile.cli import doctor, warmup
+from flashtile.cli.bench import progress
 from flashtile.cli.call import Call
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import isolation, training
@@ -204,12 +205,6 @@ def test_text_is_wrapped_in_a_terminal_and_a_unit_stays_with_its_number():
         assert not terminal or (lines[0].endswith("which here is") and lines[1].startswith("      12 MiB"))
 
 
-def test_explain_names_the_backend():
-    result = invoke("explain", "--seq", 64, "--dtype", "fp32", "--causal", "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert "cpu" in result.output
-
-
 @each_case("options", [("--dtype", "fp64", "--device", "sm_90"), ("--backend", "hopper", "--device", "cpu")])
 def test_explain_fails_where_no_backend_serves_the_call_and_says_each_reason_once(options):
     result = invoke("explain", *options)
@@ -220,9 +215,9 @@ def test_explain_fails_where_no_backend_serves_the_call_and_says_each_reason_onc
 
 
 def test_explain_takes_a_call_without_keys():
-    plain = invoke("explain", "--dtype", "fp32", "--device", "cpu", "--seq-k", 5)
+    plain = invoke("explain", "--dtype", "fp32", "--device", "cpu", "--seq-k", 5, "--causal")
     empty = invoke("explain", "--dtype", "fp32", "--device", "cpu", "--seq-k", 0)
-    assert plain.exit_code == empty.exit_code == 0
+    assert plain.exit_code == empty.exit_code == 0 and plain.output.startswith("backend: cpu"), plain.output
     assert "the call is empty" in empty.output and "the call is empty" not in plain.output, empty.output
 
 
@@ -407,11 +402,14 @@ def test_bench_refuses_what_is_no_time(seconds, monkeypatch):
 
 
 @needs_no_gpu
-def test_bench_shows_speeds_beside_an_earlier_record(tmp_path):
-    output, arguments = tmp_path / "record.json", ("bench", "host-time", "--quick", "--impl", "sdpa-flash")
-    assert invoke(*arguments, "-o", output).exit_code == 0
-    result = invoke(*arguments, "--compare", output)
-    assert result.exit_code == 0 and "Beside the earlier record" in result.output, result.output
+def test_a_record_stands_beside_a_later_one_and_makes_a_page(tmp_path):
+    record, arguments = tmp_path / "record.json", ("bench", "host-time", "--quick", "--impl", "sdpa-flash")
+    assert invoke(*arguments, "-o", record).exit_code == 0
+    later = invoke(*arguments, "--compare", record)
+    assert later.exit_code == 0 and "Beside the earlier record" in later.output, later.output
+    page = invoke("report", record, "-o", tmp_path / "page.html")
+    assert page.exit_code == 0 and "0 charts and 3 tables of a record:" in page.output, page.output
+    assert "Host time" in (tmp_path / "page.html").read_text("utf-8")
 
 
 @pytest.mark.slow
@@ -429,16 +427,14 @@ def test_host_time_is_of_what_calls_may_have(tmp_path):
 def test_bench_reports_what_it_cannot_compare_with(tmp_path):
     both = invoke("bench", "train", "--compare", "a", "--against", "b")
     assert both.exit_code == 2 and "expected one of them, got both" in both.output
-    missing = invoke("bench", "attention", "--compare", tmp_path / "none.json")
-    assert missing.exit_code == 2 and "cannot be read" in missing.output and "Traceback" not in missing.output
+    for command in (("bench", "attention", "--compare"), ("report",)):
+        missing = invoke(*command, tmp_path / "none.json")
+        assert missing.exit_code == 2 and "cannot be read" in missing.output and "Traceback" not in missing.output
     nowhere = invoke("bench", "attention", "--against", "no-such-branch")
     assert nowhere.exit_code == 2 and "no-such-branch" in nowhere.output and "Traceback" not in nowhere.output
 
 
 def test_bench_draws_a_bar_in_a_terminal():
-    from flashtile.bench.cases import Case
-    from flashtile.cli.bench import progress
-
     case = Case(1, 512, 4, 4, 64, 64)
     for terminal in (True, False):
         file = StringIO()
@@ -464,16 +460,6 @@ def test_lists_are_words_commas_or_repeated_options(monkeypatch):
         assert commands._split(options["impl"]) == ["a", "b"] and options["context"] == [8, 16] and options["quick"]
     stray = invoke("bench", "train", "--quick", "a")
     assert stray.exit_code == 2 and not seen
-
-
-def test_report_writes_a_page(tmp_path):
-    record = tmp_path / "record.json"
-    assert invoke("bench", "host-time", "--quick", "--impl", "sdpa-flash", "-o", record).exit_code == 0
-    result = invoke("report", record, "-o", tmp_path / "page.html")
-    assert result.exit_code == 0 and "0 charts and 3 tables of a record:" in result.output, result.output
-    assert "Host time" in (tmp_path / "page.html").read_text("utf-8")
-    missing = invoke("report", tmp_path / "none.json")
-    assert missing.exit_code == 2 and "cannot be read" in missing.output
 
 
 @needs_no_gpu

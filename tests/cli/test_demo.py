@@ -39,7 +39,6 @@ TINY = replace(
 )
 SENTENCES = b"It was a bright cold day in April, and the clocks were striking thirteen. " * 20
 
-no_scale = partial(flashtile.attention, causal=True, scale=1.0)
 not_causal = partial(flashtile.attention, causal=False)
 broken = partial(flashtile.attention, backend="nonsense")
 
@@ -209,34 +208,29 @@ def test_memory_of_plain_attention_is_quadratic_and_seen():
     assert ours < plain / 2
 
 
-def test_scaling_stops_where_it_becomes_too_expensive(monkeypatch):
-    monkeypatch.setattr(scaling, "run_piece", lambda *arguments, **options: (0.001, 10 * arguments[-1] ** 2, 0.001))
+def test_lengths_are_announced_until_one_would_be_too_expensive(monkeypatch):
+    course = []
+
+    def measured(function, config, attention, length, **options):
+        course.append(("measured", length))
+        return 0.001, 10 * length**2, 0.001
+
+    def announce(name, length):
+        course.append((name, length))
+
+    monkeypatch.setattr(scaling, "run_piece", measured)
     monkeypatch.setattr(scaling, "free_memory", lambda device: 2 * 10 * 256**2 + 1)
     config = replace(TINY, lengths=(64, 128, 256, 512))
-    seen = []
-    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, lambda *what: seen.append(what))
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, announce)
     assert [point.length for point in points] == [64, 128, 256]
-    assert seen == [("plain", point.length) for point in points]
+    assert course == [(what, length) for length in (64, 128, 256) for what in ("plain", "measured")]
     assert stopped["plain"].startswith("length 512 may need")
-    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 0.0, ignore)
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 0.0, announce)
     assert [point.length for point in points] == [64] and "s left" in stopped["plain"]
 
 
 def ignore(*what):
     pass
-
-
-def test_what_is_measured_is_announced_before(monkeypatch):
-    course = []
-
-    def measured(function, config, attention, length, **options):
-        course.append(("measured", length))
-        return 1.0, 1, 1.0
-
-    monkeypatch.setattr(scaling, "run_piece", measured)
-    config = replace(TINY, lengths=(64, 128))
-    scaling.measure_scaling(config, {"ours": None}, 60.0, lambda name, length: course.append((name, length)))
-    assert course == [("ours", 64), ("measured", 64), ("ours", 128), ("measured", 128)]
 
 
 def calls_that_take(monkeypatch, seconds):
@@ -286,21 +280,18 @@ def test_any_bytes_are_a_text(tmp_path):
     assert len(content) == 1024 and name == "noise.bin"
 
 
-@pytest.mark.parametrize(
-    "content, message", [(b"", "holds 0 bytes"), (b"short", "needs at least 128")], ids=["empty", "short"]
-)
-def test_too_short_a_text_is_explained(tmp_path, content, message):
-    path = tmp_path / "text"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        training.load_text(path, 64)
-
-
-def test_no_file_or_a_folder_is_explained(tmp_path):
-    with pytest.raises(UserError, match="there is no file"):
-        training.load_text(tmp_path / "missing", 64)
-    with pytest.raises(UserError, match="is a folder"):
-        training.load_text(tmp_path, 64)
+def test_a_text_that_cannot_be_used_is_explained(tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("short")
+    messages = {
+        "empty": "holds 0 bytes",
+        "short": "needs at least 128",
+        "missing": "there is no file",
+        ".": "is a folder",
+    }
+    for name, message in messages.items():
+        with pytest.raises(UserError, match=message):
+            training.load_text(tmp_path / name, 64)
 
 
 def test_output_that_is_a_file_is_explained(book):

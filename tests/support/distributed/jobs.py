@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,15 +23,12 @@ from flashtile.distributed import (
     unshard_sequence,
 )
 from flashtile.distributed.exchange import GroupExchange
+from support.distributed.processes import refusal
 
 
 def error(mesh: DeviceMesh, shape: tuple[int, ...] = (1, 8, 2, 4), **arguments: Any) -> str:
     q = torch.randn(shape)
-    try:
-        context_parallel_attention(q, q, q, mesh=mesh, **arguments)
-    except (TypeError, ValueError) as raised:
-        return str(raised)
-    return "nothing"
+    return refusal(lambda: context_parallel_attention(q, q, q, mesh=mesh, **arguments))
 
 
 def shapes(mesh: DeviceMesh) -> str:
@@ -104,14 +102,6 @@ def lost(mesh: DeviceMesh) -> str:
     return "nothing"
 
 
-def unshard_with_gradient(mesh: DeviceMesh) -> str:
-    try:
-        unshard_sequence(torch.ones(2, 2, requires_grad=True), mesh)
-    except ValueError as raised:
-        return str(raised)
-    return "nothing"
-
-
 #: Arguments of helpers that are refused, and how the message goes.
 REFUSED_BY_HELPERS: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "no document at 0": (
@@ -132,18 +122,16 @@ REFUSED_BY_HELPERS: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
         "dim: expected a dimension of the tensor, of shape (8,)",
     ),
     "dim of shard": (lambda mesh: unshard_sequence(torch.arange(8), mesh), "dim: expected a dimension of the tensor"),
+    "gradient": (
+        lambda mesh: unshard_sequence(torch.ones(2, 2, requires_grad=True), mesh),
+        "tensor: expected one without a gradient",
+    ),
     "list": (lambda mesh: shard_sequence([1, 2], mesh), "tensor: expected a torch.Tensor, got list"),
 }
 
 
 def refused_by_helpers(mesh: DeviceMesh) -> dict[str, str]:
-    found = {}
-    for name, (action, _) in REFUSED_BY_HELPERS.items():
-        try:
-            found[name] = str(action(mesh))
-        except (TypeError, ValueError) as raised:
-            found[name] = str(raised)
-    return found
+    return {name: refusal(partial(call, mesh)) for name, (call, _) in REFUSED_BY_HELPERS.items()}
 
 
 def helpers(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
@@ -232,7 +220,6 @@ JOBS = {
     "values of earlier calls": values_of_earlier_calls,
     "agreed": agreed_once,
     "seed": seed,
-    "unshard": unshard_with_gradient,
     "helpers": helpers,
     "refused by helpers": refused_by_helpers,
     "lost": lost,

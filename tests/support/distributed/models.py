@@ -33,6 +33,7 @@ from flashtile.distributed import (
 )
 from flashtile.models import GPT, GPTConfig
 from flashtile.modules import FusedMlp, Mlp
+from support.distributed.processes import refusal
 
 SMALL: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "width": 32, "vocabulary": 64}
 #: GPT-2, Llama with grouped heads, GPT-NeoX with parallel blocks.
@@ -109,10 +110,9 @@ def checkpointed(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]
 def refused(mesh: DeviceMesh) -> list[str]:
     from flashtile.models import Bert, BertConfig
 
-    found = []
     config = CONFIGS["gpt2"]
     sharded = context_parallel(model(config), mesh)
-    actions = (
+    calls = (
         lambda: sharded(tokens(config)[:, :20]),
         lambda: sharded.generate(tokens(config)[:, :8], 2),
         lambda: context_parallel(torch.nn.Linear(2, 2), mesh),
@@ -120,13 +120,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: context_parallel(Bert(BertConfig(layers=1, heads=2, width=8, vocabulary=10)), mesh),
         lambda: sharded.loss(tokens(config)[:, :9]),
     )
-    for action in actions:
-        try:
-            action()
-            found.append("nothing")
-        except (TypeError, ValueError) as error:
-            found.append(str(error))
-    return found
+    return [refusal(call) for call in calls]
 
 
 def in_tensor(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
@@ -214,12 +208,11 @@ class _Adapted(nn.Linear):
 
 
 def refused_plans(mesh: DeviceMesh) -> list[str]:
-    found = []
     cut = model(CONFIGS["gpt2"])
     parallelize_module(cut, mesh, tensor_parallel_plan(cut))
     odd = replace(CONFIGS["llama"], heads_kv=1)
     dropping = replace(CONFIGS["gpt2"], attention_dropout=0.1)
-    actions = (
+    calls = (
         lambda: tensor_parallel_plan(nn.Linear(2, 2)),
         lambda: parallelize_module(model(odd), mesh, tensor_parallel_plan(model(odd))),
         lambda: parallelize_module(model(dropping), mesh, tensor_parallel_plan(model(dropping))),
@@ -243,13 +236,7 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
         lambda: ColumnParallelLinear.of(weight_norm(nn.Linear(4, 4)), mesh),
         lambda: VocabParallelEmbedding.of(nn.Linear(4, 4), mesh),
     )
-    for action in actions:
-        try:
-            action()
-            found.append("nothing")
-        except (TypeError, ValueError) as error:
-            found.append(str(error))
-    return found
+    return [refusal(call) for call in calls]
 
 
 JOBS = {

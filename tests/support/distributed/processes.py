@@ -124,6 +124,15 @@ def check_pairs(job: str, results: list[_Results]) -> None:
             assert_same(found, expected, name)
 
 
+def refusal(call: Callable[[], Any]) -> str:
+    """What a call says when it refuses, or "nothing"."""
+    try:
+        call()
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
 def forking(afresh: bool = False) -> multiprocessing.context.ForkServerContext:
     """Processes that are forked from one which has imported what all need: that takes longer than most jobs do.
     `afresh`: from a new one, because what they print goes where the one that forks them was begun."""

@@ -35,6 +35,7 @@ from flashtile.modules import (
 from flashtile.ops.common.backends import BackendChoice, Backends
 from support.distributed.models import CONFIGS, tokens
 from support.distributed.models import model as of_seed
+from support.distributed.processes import refusal
 from support.running.public_calls import CALLS
 
 #: A function, and each of its tensors with the dimension along which each dimension of the mesh shards it: None for
@@ -452,14 +453,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: context_parallel_attention(q, q, q, mesh=mesh),
         lambda: gated(torch.zeros(2, 8)),
     )
-    found = []
-    for action in actions:
-        try:
-            action()
-            found.append("nothing")
-        except (TypeError, ValueError, NotImplementedError) as error:
-            found.append(str(error))
-    return found
+    return [refusal(action) for action in actions]
 
 
 def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.distributed import mean_over_shards, shard_sequence, unshard_sequence
 from flashtile.integrations.transformers import context_parallel
+from support.distributed.processes import refusal
 from support.models import transformers_cases
 from support.models.transformers_cases import ALL, VOCABULARY
 
@@ -77,14 +78,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "two sequences": lambda: context_parallel(build("t5"), mesh),
         "no model": lambda: context_parallel(torch.nn.Linear(2, 2), mesh),
     }
-    found = {}
-    for name, action in actions.items():
-        try:
-            action()
-            found[name] = "nothing"
-        except (TypeError, ValueError) as error:
-            found[name] = str(error)
-    return found
+    return {name: refusal(action) for name, action in actions.items()}
 
 
 JOBS = {"context": in_context, "refused": refused}
