@@ -49,7 +49,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
 from flashtile.ops.attention.hopper.tuned_rows import forward_config
 from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted
-from support.attention.backend_calls import HOPPER, hopper_call, with_changes
+from support.attention.backend_calls import hopper_call, with_changes
 from support.attention.hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
@@ -75,7 +75,6 @@ from support.compilation.machine_code import (
     Binary,
     Call,
     apart_backward_sources,
-    aux_of,
     check_barriers,
     check_fit,
     check_products,
@@ -543,12 +542,12 @@ _LINES = [
 
 @pytest.mark.parametrize("batch, rows, keys, heads, heads_kv, head_dim, band, whole", _LINES)
 def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
-    batch, rows, keys, heads, heads_kv, head_dim, band, whole, monkeypatch
+    batch, rows, keys, heads, heads_kv, head_dim, band, whole
 ):
     spec = {"causal": {"window_right": 0}, "window": {"window_left": 128, "window_right": 0}, "full": {}}[band]
     for deterministic in (False, True):
         of = AttentionSpec(0.1, deterministic=deterministic, **spec)
-        plan = _main_plan(rows, keys, heads, heads_kv, head_dim, of, monkeypatch, batch)
+        plan = _main_plan(rows, keys, heads, heads_kv, head_dim, of, batch)
         constants = plan.pipeline.plans["main"].source.constants
         assert constants["loops.WHOLE_LINES"] is whole and ("end" not in plan.pipeline.plans) is whole
         assert ("semaphores" in plan.pipeline.scratch.parts) is (deterministic and not whole)
@@ -567,9 +566,9 @@ def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
     ],
     ids=str,
 )  # fmt: skip
-def test_walks_beyond_the_cache_begin_where_others_are(rows, heads, heads_kv, spec, shares_progress, monkeypatch):
+def test_walks_beyond_the_cache_begin_where_others_are(rows, heads, heads_kv, spec, shares_progress):
     for head_dim in (64, 128, 256):
-        plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
+        plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec))
         for kernel in map(plan.pipeline.plans.get, ("begin", "main")):
             constants = kernel.source.constants
             assert constants.get("SHARES_PROGRESS", constants.get("loops.SHARES_PROGRESS")) is shares_progress
@@ -616,8 +615,8 @@ _DIVISIONS = [
 
 
 @each_case("batch, rows, keys, heads, heads_kv, head_dim, band, shares, parts, programs", _DIVISIONS)
-def test_walks_are_divided(batch, rows, keys, heads, heads_kv, head_dim, band, shares, parts, programs, monkeypatch):
-    plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **band), monkeypatch, batch)
+def test_walks_are_divided(batch, rows, keys, heads, heads_kv, head_dim, band, shares, parts, programs):
+    plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **band), batch)
     main = plan.pipeline.plans["main"]
     given = passed_by(main)
     assert (shares_of(plan), given["problem.shares"], given.get("problem.parts")) == (shares, shares, parts)
@@ -643,13 +642,10 @@ def test_walks_of_packed_sequences_are_divided_by_the_longest(sequences, longest
 def _packed_backward(
     rows: int, longest: int, heads: int, heads_kv: int, head_dim: int, sequences: int, **spec: Any
 ) -> description.Call:
-    q, k = (
-        TensorFacts(torch.bfloat16, shape, contiguous_strides(shape))
-        for shape in ((rows, each, head_dim) for each in (heads, heads_kv))
-    )
-    aux, device = aux_of(max_seqlens=(longest, longest), sequences=sequences), torch.device("cuda", 0)
-    of = AttentionSpec(0.1, **spec)
-    return description.Call("auto", "backward", of, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
+    sizes = {"seq_q": rows, "seq_k": rows, "heads": heads, "heads_kv": heads_kv, "sequences": sequences}
+    call = _described(head_dim, head_dim, "backward", **sizes)
+    aux = call.aux._replace(max_seqlen_q=longest, max_seqlen_k=longest)
+    return call._replace(spec=AttentionSpec(0.1, **spec), aux=aux)
 
 
 @pytest.mark.parametrize(
@@ -690,23 +686,17 @@ def _main_constants(
 ) -> dict[str, Any]:  # fmt: skip
     """What a backward compiles for its main kernel, if the heads that share keys are not divided."""
     monkeypatch.setattr(schedule, "shares_in_cache", lambda call, schedule, shares, steps: shares)
-    return (
-        _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes)
-        .pipeline.plans["main"]
-        .source.constants
-    )
+    plan = _main_plan(rows, keys, heads, heads_kv, head_dim, spec, **changes)
+    return plan.pipeline.plans["main"].source.constants
 
 
 def _main_plan(
-    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
-    monkeypatch: pytest.MonkeyPatch, batch: int = 512, **changes: int,
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec, batch: int = 512,
+    **changes: int,
 ) -> reductions.BackwardPlan:  # fmt: skip
-    """On 132 multiprocessors; by default so many walks that none is divided."""
-    shapes = {"q": (batch, rows, heads, head_dim), "k": (batch, keys, heads_kv, head_dim)}
-    q, k = (TensorFacts(torch.bfloat16, shape, contiguous_strides(shape)) for shape in shapes.values())
-    aux = aux_of(max_seqlens=(rows, keys), **changes)
-    device = torch.device("cuda", 0)
-    call = description.Call("auto", "backward", spec, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
+    """By default so many walks that none is divided."""
+    sizes = {"batch": batch, "seq_q": rows, "seq_k": keys, "heads": heads, "heads_kv": heads_kv}
+    call = _described(head_dim, head_dim, "backward", **sizes, **changes)._replace(spec=spec)
     return launch.plan_backward.__wrapped__(call)
 
 

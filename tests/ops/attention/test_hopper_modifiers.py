@@ -143,17 +143,3 @@ def test_a_tile_of_a_table(sizes, transposed):
         assert (shown[36:] == float("inf")).all()
     if column:
         assert (shown[:, 22:] == float("inf")).all()
-
-
-def test_sums_of_diagonals():
-    """Each warp has 16 rows of its own, which 79 diagonals cross; the others are zeros. Sums of integers are exact."""
-    module, tile = _MODULES["modifiers"], torch.randint(-99, 100, (64, 64)).float()
-    found = {}
-    for which in (0, 1):
-        x = Value(tile, module.gl.float32, ("product",))
-        found[which] = _emulate(lambda x=x, which=which: module.diagonal_sums(x, 300)[which])
-    sums, rows = found[0].flatten(), found[1].flatten()
-    expected = torch.stack([tile.diagonal(-distance).sum() for distance in range(-63, 64)])
-    inside = (rows >= 300 - 63) & (rows < 300 + 64)
-    assert torch.equal(torch.zeros(127).index_add(0, (rows - 237)[inside].long(), sums[inside]), expected)
-    assert not sums[~inside].any() and 4 * 70 < (sums != 0).sum() <= 4 * 79

@@ -50,7 +50,7 @@ def test_sliding_window(band_of, global_tokens):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("stride, tile", zip([1, 3, 64, 100], TILES), ids=str)
+@pytest.mark.parametrize("stride, tile", [*zip([1, 3, 64, 100], TILES)], ids=str)
 def test_strided(stride, tile, causal):
     def visible(b, h, q, k):
         distance = abs(q - k)
@@ -318,13 +318,14 @@ def test_pictures_are_true(name):
         (lambda: patterns.documents(lengths=[1000] * 65, causal=True), 5 * 512),
         (lambda: patterns.prefix_lm(65536, 1000), 2 * 512),
         (lambda: patterns.dilated(65536, 16, 0, 64), 20),
-        (lambda: patterns.neighborhood((256, 256), 13), 30 * 512),
-        (lambda: patterns.neighborhood((16, 64, 64), (3, 5, 5)), 20 * 512),
+        (lambda: patterns.neighborhood((128, 128), 13), 30 * 128),
+        (lambda: patterns.neighborhood((16, 32, 32), (3, 5, 5)), 20 * 128),
         (lambda: patterns.tree([4096] * 16, [-1, *[0] * 8, *[1] * 7]), 3 * 512),
     ],
 )
 def test_long_patterns_look_at_few_tiles(build, examined, monkeypatch):
-    """The elements that are made of 65,536 tokens: about those of the tiles on the edges, not those of all."""
+    """The elements that are made of 65,536 tokens, in neighborhoods of 16,384: about those of the tiles on the edges,
+    not those of all."""
     classified, tiles = tile_lists._classified, []
 
     def counting(grid, cells, elements):

@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -341,7 +341,7 @@ def described_call(phase: Phase, call: Call, device: DeviceFacts, multiprocessor
         q,
         k,
         v,
-        _aux(call),
+        aux_of(call),
         description.Machine("cuda", device, multiprocessors),
         torch.device("cuda", 0),
         tf32=call.allow_tf32,
@@ -364,65 +364,31 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], row_stride: int | None =
     return TensorFacts(dtype, tuple(shape), _strides(shape, row_stride))
 
 
-def _aux(call: Call) -> AuxFacts:
-    return aux_of(
-        call.key_lengths_dtype,
-        call.dropout_p > 0,
-        call.bias,
-        call.mask,
-        call.alibi,
-        call.sinks,
-        sequences=call.sequences,
-        index_dtypes=call.index_dtypes,
-        block_tile=call.block_tile,
-        patterns=call.patterns,
-        descales=call.descales,
-        captured=_captured(call),
-        max_seqlens=(call.seq_q, call.seq_k),
-        heads=call.heads,
-    )
-
-
-def aux_of(
-    key_lengths_dtype: torch.dtype | None = None,
-    dropout: bool = False,
-    bias: TensorFacts | None = None,
-    mask: TensorFacts | None = None,
-    alibi: int = 0,
-    sinks: bool = False,
-    *,
-    sequences: int | None = None,
-    index_dtypes: tuple[torch.dtype, torch.dtype] = (torch.int32, torch.int32),
-    block_tile: tuple[int, int] | None = None,
-    patterns: bool = True,
-    descales: bool = False,
-    captured: Sequence[torch.Tensor] = (),
-    max_seqlens: tuple[int, int] = (4096, 4096),
-    heads: int = 4,
-) -> AuxFacts:
-    """The description of side inputs. `alibi`: dimensions of the slopes. Of a block mask's lists nothing is looked
-    up."""
+def aux_of(call: Call) -> AuxFacts:
+    """The description of a call's side inputs. Of a block mask's lists nothing is looked up."""
 
     def contiguous(dtype: torch.dtype, *shape: int) -> TensorFacts:
         return TensorFacts(dtype, shape, contiguous_strides(shape))
 
-    lengths = [None if sequences is None else contiguous(dtype, sequences + 1) for dtype in index_dtypes]
-    factor = TensorFacts(torch.float32, (2, heads), (0, 0)) if descales else None
+    packed, tile = call.sequences is not None, call.block_tile
+    lengths = [contiguous(dtype, (call.sequences or 0) + 1) if packed else None for dtype in call.index_dtypes]
+    factor = TensorFacts(torch.float32, (2, call.heads), (0, 0)) if call.descales else None
     return AuxFacts(
         *lengths,
-        *max_seqlens,
-        key_lengths=None if key_lengths_dtype is None else contiguous(key_lengths_dtype, 2),
-        dropout_seed=contiguous(torch.int64, 2) if dropout else None,
-        bias=bias,
-        mask=mask,
-        alibi_slopes=contiguous(torch.float32, *(2, heads)[2 - alibi :]) if alibi else None,
-        sinks=contiguous(torch.float32, heads) if sinks else None,
-        block_lists=None if block_tile is None else contiguous(torch.int32, 10**6),
-        block_patterns=None if block_tile is None else contiguous(torch.uint8, int(patterns), *block_tile),
+        call.seq_q,
+        call.seq_k,
+        key_lengths=None if call.key_lengths_dtype is None else contiguous(call.key_lengths_dtype, 2),
+        dropout_seed=contiguous(torch.int64, 2) if call.dropout_p > 0 else None,
+        bias=call.bias,
+        mask=call.mask,
+        alibi_slopes=contiguous(torch.float32, *(2, call.heads)[2 - call.alibi :]) if call.alibi else None,
+        sinks=contiguous(torch.float32, call.heads) if call.sinks else None,
+        block_lists=None if tile is None else contiguous(torch.int32, 10**6),
+        block_patterns=None if tile is None else contiguous(torch.uint8, int(call.patterns), *tile),
         descale_q=factor,
         descale_k=factor,
         descale_v=factor,
-        captured=tuple(contiguous(tensor.dtype, *tensor.shape) for tensor in captured),
+        captured=tuple(contiguous(tensor.dtype, *tensor.shape) for tensor in _captured(call)),
     )
 
 
