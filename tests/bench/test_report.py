@@ -40,12 +40,9 @@ def test_ratios_compare_with_the_fastest_peer_of_each_case():
     assert [(one["peer"], one["ratio"]) for one in found] == [("fast", 0.5), ("slow", 2.0)]
     assert geometric_mean(one["ratio"] for one in found) == pytest.approx(1.0)
     assert ratios_to_best([row("flashtile-cpu", 0, 1.0), row("fast", 0, 1.0, phase="bwd")]) == []
-    assert math.isnan(geometric_mean([])) and peers([*ROWS, row("never", 0, None, why="x")]) == ["fast", "slow"]
-
-
-def test_ratios_to_one_peer_leave_out_what_it_did_not_run():
-    assert [one["ratio"] for one in ratios_to_peer(ROWS, "fast")] == [0.5]
+    assert [one["ratio"] for one in ratios_to_peer(ROWS, "fast")] == [0.5], "what it did not run is left out"
     assert [one["ratio"] for one in ratios_to_peer(ROWS, "slow")] == [4.0, 2.0]
+    assert math.isnan(geometric_mean([])) and peers([*ROWS, row("never", 0, None, why="x")]) == ["fast", "slow"]
 
 
 def test_speed_table_shows_speeds_gaps_and_ratios():
@@ -126,17 +123,11 @@ def test_speeds_are_beside_the_copy_of_about_the_same_size():
     assert lines["copy-32kib-bf16"] == ["1000", "–", "–", "–", "–"]
     assert lines[SMALL.name] == ["450", "900", "1000", "90%", "0.90"]
     assert lines[LARGE.name] == ["1000", "3000", "–", "75%", "3.00"]
-
-
-def test_a_slow_copy_is_no_yardstick_beside_a_faster_one():
-    """Neither another way to copy as many bytes, nor a copy of about as many; one of far more is no match."""
-    others = [gb_row(Copy("bf16", 32), "compile", 800.0), gb_row(Copy("bf16", 64), "eager", 1200.0)]
-    (table,) = speed_tables(COMPANIONS + others)
+    assert speed_tables(COMPANIONS[2:])[0].headings[-2:] == ["quack", "flashtile-triton / best"], "no share without one"
+    # Neither another way to copy as many bytes, nor a copy of about as many, is one beside a faster copy.
+    slower = [gb_row(Copy("bf16", 32), "compile", 800.0), gb_row(Copy("bf16", 64), "eager", 1200.0)]
+    (table,) = speed_tables(COMPANIONS + slower)
     assert {line[0]: line[-2] for line in table.lines}[SMALL.name] == "75%"
-
-
-def test_no_share_without_a_copy():
-    assert speed_tables(COMPANIONS[2:])[0].headings[-2:] == ["quack", "flashtile-triton / best"]
 
 
 def test_means_are_those_of_each_operation():

@@ -113,16 +113,17 @@ def test_each_step_is_told_before_it_begins_and_again_where_it_takes_long(monkey
     assert any(step.startswith(f"still checking {name} after 0 s, in ") and " (line " in step for step in told)
 
 
-def test_wrong_output_gets_no_speed():
-    rows = run_case(SMALL, [reference(change=lambda out: out * 1.01)], CPU)
-    assert all(row["ms"] is None and row["tflops"] is None for row in rows)
-    assert all(row["why"].startswith("wrong result: out: largest error") for row in rows)
-
-
-def test_wrong_gradient_costs_the_backward_only():
-    forward, backward = run_case(SMALL, [reference(change=with_wrong_gradient)], CPU)
-    assert forward["ms"] > 0
-    assert backward["ms"] is None and backward["why"].startswith("wrong result: dq: largest error")
+def test_wrong_results_get_no_speed_and_a_valid_record(tmp_path):
+    """A wrong gradient costs the backward only."""
+    changes = {"scaled": lambda out: out * 1.01, "nan": lambda out: out * math.nan, "gradient": with_wrong_gradient}
+    rows = run_case(SMALL, [reference(name, change) for name, change in changes.items()], CPU)
+    write_record(make_record(CPU, "", rows), tmp_path / "record.json")
+    assert json.loads((tmp_path / "record.json").read_text())["rows"] == rows
+    scaled, nan, (forward, backward) = rows[:2], rows[2:4], rows[4:]
+    assert all(row["ms"] is row["tflops"] is None for row in (*scaled, *nan, backward)) and forward["ms"] > 0
+    assert all(row["why"].startswith("wrong result: out: largest error") for row in scaled)
+    assert all(row["error"] is None for row in nan)
+    assert backward["why"].startswith("wrong result: dq: largest error")
 
 
 def test_wrong_gradient_of_a_bias_is_found():
@@ -134,13 +135,6 @@ def test_wrong_gradient_of_a_bias_is_found():
     forward, backward = run_case(case, [Implementation("doubled", ("cpu",), build)], CPU)
     assert forward["ms"] > 0 and backward["ms"] is None
     assert backward["why"].startswith("wrong result: dbias: largest error")
-
-
-def test_nan_gets_no_speed_and_a_valid_record(tmp_path):
-    rows = run_case(SMALL, [reference(change=lambda out: out * math.nan)], CPU)
-    assert all(row["ms"] is None and row["error"] is None for row in rows)
-    write_record(make_record(CPU, "", rows), tmp_path / "record.json")
-    assert json.loads((tmp_path / "record.json").read_text())["rows"] == rows
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
@@ -166,24 +160,24 @@ def assert_a_wrong_element_is_found(case, place):
     assert judging.judge({"out": out}).why is not None
 
 
-@pytest.mark.parametrize("dropout_p, heads, seen", [(0.0, [0, 3], (-1, -1)), (0.3, [0, 1], (0, 0))])
-def test_oracle_looks_at_fewer_heads_when_they_are_large(dropout_p, heads, seen, monkeypatch):
-    """With dropout at the first ones of the first batch entry: the bits of others depend on the number of heads."""
+@pytest.mark.parametrize(
+    "case, heads, place",
+    [
+        (Case(2, 32, 8, 4, 8, 8, dtype="fp32"), [0, 3], (-1, -1, -1, -1)),
+        (Case(3, 32, 8, 4, 8, 8, dtype="fp32", bias="1HSS"), [0, 3], (1, -1, -1, -1)),
+        (Case(2, 32, 8, 4, 8, 8, dropout_p=0.3, dtype="fp32"), [0, 1], (0, -1, 0, -1)),
+    ],
+    ids=["plain", "bias", "dropout"],
+)
+def test_oracle_looks_at_fewer_heads_when_they_are_large(case, heads, place, monkeypatch):
+    """In every batch entry; with dropout at the first ones of the first: others' bits depend on the number of heads."""
     monkeypatch.setitem(oracle._SCORES, "cpu", 1)
-    case = Case(2, 32, 8, 4, 8, 8, dropout_p=dropout_p, dtype="fp32")
     assert oracle._choose_heads(case, CPU).tolist() == heads
-    assert_a_wrong_element_is_found(case, (seen[0], -1, seen[1], -1))
+    assert_a_wrong_element_is_found(case, place)
 
 
 def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
     assert_a_wrong_element_is_found(PACKED, (48, 1, 3))  # in the only row of the second sequence
-
-
-def test_oracle_checks_heads_in_every_batch_entry(monkeypatch):
-    monkeypatch.setitem(oracle._SCORES, "cpu", 1)
-    case = Case(3, 32, 8, 4, 8, 8, dtype="fp32", bias="1HSS")
-    assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
-    assert_a_wrong_element_is_found(case, (1, -1, -1, -1))
 
 
 def test_oracle_counts_the_work_of_documents_and_packed_sequences_one_by_one(monkeypatch):

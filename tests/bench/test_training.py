@@ -79,31 +79,28 @@ def changed(**changes):
     return Implementation("changed", build=build)
 
 
-def test_wrong_logits_get_no_speed():
-    (row,) = run(CASE, changed(logits=lambda model: lambda tokens: model.logits(tokens) * 1.01))
-    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss: largest error")
+def test_wrong_training_gets_no_speed():
+    """Of wrong logits; of a loss of other labels; of a weight that is not trained; of fewer parameters."""
 
-
-def test_a_loss_of_other_labels_is_found_after_the_steps():
     def shifted(model):
         return lambda tokens: token_losses(model.logits(tokens[:, :-1]), tokens.roll(1, dims=1)).mean()
 
-    (row,) = run(CASE, changed(loss=shifted))
-    assert row["ms"] is None and "token_loss_after: largest error" in row["why"]
-    assert "token_loss: " not in row["why"]
-
-
-def test_weights_that_are_not_trained_are_found():
     def all_but_one(model):
         return [*model.parameters[:-1], torch.zeros_like(model.parameters[-1], requires_grad=True)]
 
-    (row,) = run(CASE, changed(parameters=all_but_one))
-    assert row["ms"] is None and "token_loss_after" in row["why"]
-
-
-def test_another_number_of_parameters_is_a_reason():
-    (row,) = run(CASE, changed(parameters=lambda model: model.parameters[:-1]))
-    assert row["why"].startswith("ValueError: changed has")
+    rows = run(
+        CASE,
+        changed(logits=lambda model: lambda tokens: model.logits(tokens) * 1.01),
+        changed(loss=shifted),
+        changed(parameters=all_but_one),
+        changed(parameters=lambda model: model.parameters[:-1]),
+    )
+    assert all(row["ms"] is None for row in rows)
+    of_logits, of_labels, of_weight, fewer = (row["why"] for row in rows)
+    assert of_logits.startswith("wrong result: token_loss: largest error")
+    assert "token_loss_after: largest error" in of_labels and "token_loss: " not in of_labels
+    assert "token_loss_after" in of_weight
+    assert fewer.startswith("ValueError: changed has")
 
 
 @each_case("autocast", [False, True])

@@ -12,6 +12,7 @@ import torch
 import flashtile
 from flashtile import io_model
 from flashtile.testing import assert_close
+from support.running.places import of_kernels
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tile_sweep.py"
 SHAPE = io_model.Shape(1, 2, 70, 16, dtype=torch.float16, causal=True)
@@ -25,9 +26,7 @@ def tile_sweep(monkeypatch):
     return importlib.import_module("tile_sweep")
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@of_kernels
 @pytest.mark.parametrize("block_q", (16, 32))
 def test_tiles_are_those_asked_for_and_give_the_result(tile_sweep, caplog, block_q, device):
     inputs = tile_sweep.make_inputs(SHAPE, device)

@@ -339,14 +339,6 @@ def plain_kernel(x_ptr, bias_ptr, rows, stride_x_row, factor, shift, BLOCK: tl.c
     tl.store(pointers, loaded * factor + rows, mask=column < WIDTH)
 
 
-@pytest.mark.interpreter
-@pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
-def test_the_interpreter_runs_a_plan_with_a_named_tuple():
-    x = torch.ones(5, 64)
-    _grouped_plan().launch(launch.pointer(x))
-    assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
-
-
 class Table(NamedTuple):
     rows: Any
     inner: Any
@@ -386,14 +378,6 @@ def test_a_constant_in_a_nested_named_tuple_is_one_when_the_kernel_compiles():
     assert source.constants == {"BLOCK": 64, "table.inner.HALVES": True, "table.WIDTH": 60}
     ptx = compile_source(source, devices.KNOWN_DEVICES["sm_90"]).asm["ptx"]
     assert [name in ptx for name in (f"{source.function.__name__}_param_{index}" for index in (2, 5))] == [True, False]
-
-
-@pytest.mark.interpreter
-@pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
-def test_the_interpreter_runs_a_plan_with_a_nested_named_tuple():
-    x = torch.ones(5, 64)
-    _nested_plan().launch(launch.pointer(x))
-    assert (x[:4, :60] == 1.5).all() and (x[:, 60:] == 1).all() and (x[4] == 1).all()
 
 
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
@@ -443,7 +427,12 @@ def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path):
 
 @pytest.mark.interpreter
 @pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
-def test_the_interpreter_runs_a_plan():
+@pytest.mark.parametrize(
+    "make, rows, expected",
+    [(lambda: _plan(_PARAMETERS), 5, 5.5), (_grouped_plan, 5, 5.5), (_nested_plan, 4, 1.5)],
+    ids=["plain", "named tuple", "nested named tuple"],
+)
+def test_the_interpreter_runs_a_plan(make, rows, expected):
     x = torch.ones(5, 64)
-    _plan(_PARAMETERS).launch(launch.pointer(x))
-    assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
+    make().launch(launch.pointer(x))
+    assert (x[:rows, :60] == expected).all() and (x[:, 60:] == 1).all() and (x[rows:] == 1).all()

@@ -24,6 +24,7 @@ from support.attention.kv_cache_cases import (
 )
 from support.running.covering import turns
 from support.running.each_case import each_case
+from support.running.places import of_kernels
 
 
 @each_case("case", (COMBINED | EDGES).values())
@@ -67,9 +68,7 @@ def test_gpu_at_the_edges(case: CacheCase) -> None:
 
 
 @pytest.mark.parametrize("layout", ["expanded", "sliced", "transposed"])
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@of_kernels
 def test_slopes_of_sequences_may_have_any_strides(device: str, layout: str) -> None:
     inputs = make_inputs(replace(EDGES["one_query"], alibi=True), device)
     slopes = inputs.tensors["alibi_slopes"]  # [batch, heads]
@@ -257,9 +256,7 @@ def test_gpu_rows_past_the_capacity_are_not_written_and_not_read() -> None:
     assert written[1].tolist() == [True] * 2 + [False] * 30 and not written[2].any()
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@of_kernels
 def test_left_padding_past_32_bits_hides_all_rows(device: str) -> None:
     """In 32 bits the first would be 1, and the second negative."""
     q, cache = (torch.randn(2, rows, 2, 16, device=device) for rows in (1, 40))
@@ -270,9 +267,7 @@ def test_left_padding_past_32_bits_hides_all_rows(device: str) -> None:
     assert not out.any() and (lse == float("-inf")).all()
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@of_kernels
 def test_a_small_weight_times_a_small_factor_counts_in_float16(device: str) -> None:
     """One key has most of the weight and a value of 0; all others, each of little weight, have values of 1."""
     k_cache, v_cache = torch.zeros(1, 300, 1, 16), torch.full((1, 300, 1, 16), 57344.0)
@@ -286,9 +281,7 @@ def test_a_small_weight_times_a_small_factor_counts_in_float16(device: str) -> N
     assert_same(out, torch.full_like(out, 299 / (math.exp(8) + 299)))
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@of_kernels
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_queries_of_any_size_meet_8_bits(size: float, dtype: torch.dtype, device: str) -> None:

@@ -11,6 +11,7 @@ from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache.hopper import backend, gather
 from flashtile.testing import assert_same
 from support.attention.gathered import gathered_rows
+from support.running.places import of_kernels
 
 _FP8, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _QUERIES, _LENGTHS, _LEAST = (40, 5, 0, 45), (100, 37, 50, 64), 20
@@ -51,9 +52,7 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return moved
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@of_kernels
 @pytest.mark.parametrize("name", CASES)
 def test_gathers_the_rows_that_count(name: str, device: str) -> None:
     """The others, NaN in the cache too, are left alone."""

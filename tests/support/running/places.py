@@ -16,6 +16,12 @@ _PLACES: dict[str, tuple[str, str, list[torch.dtype], list[pytest.MarkDecorator]
 }
 
 
+#: Where the portable kernels run: in Triton's interpreter, and on a GPU.
+of_kernels = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
 def places(*names: str, dtypes: bool = False) -> pytest.MarkDecorator:
     """Parametrises a test by `backend` and `device`, and with `dtypes` by `dtype`: float32 on a CPU, bfloat16 on the
     Hopper kernels, and both on the portable ones of a GPU.
