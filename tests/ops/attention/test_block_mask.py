@@ -137,20 +137,6 @@ def test_from_layout_joins_batch_and_heads():
     check_mask(BlockMask.from_layout(heads, (64, 64), 150, 100, elements[:, :1]), wanted)
 
 
-def test_from_predicate_looks_up_and_broadcasts():
-    lengths, slopes = torch.tensor([3, 150]), torch.tensor([1, 2, 40])
-    mask = BlockMask.from_predicate(lambda b, h, q, k: (k < lengths[b]) & (q * slopes[h] >= k), 2, 3, 140, 150)
-    rows, columns = torch.arange(140)[:, None], torch.arange(150)
-    check_mask(mask, (columns < lengths.view(2, 1, 1, 1)) & (rows * slopes.view(1, 3, 1, 1) >= columns))
-
-
-@pytest.mark.parametrize("constant", [True, False])
-def test_from_predicate_that_does_not_look_at_every_index(constant):
-    dense = torch.full((1, 1, 70, 100), constant)
-    check_mask(BlockMask.from_predicate(lambda *indices: torch.tensor(constant), None, None, 70, 100), dense)
-    check_mask(BlockMask.from_predicate(lambda b, h, q, k: (k < 100) == constant, None, None, 70, 100), dense)
-
-
 @pytest.mark.slow
 @pytest.mark.unpoisoned
 def test_long_masks_take_little_memory():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile._backends import clear_plans, devices
+from flashtile._backends import clear_plans
 from flashtile.ops.attention import options
 from flashtile.ops.attention.score_arguments import add_program, add_score_mod, function_parts
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -166,18 +166,6 @@ def test_the_parts_of_an_old_function_are_new_ones():
     assert [function.captured[number] is _TABLE for number in parts.captured] == [True]
     assert function.captured[parts.bias.captured] is _BIAS
     assert [function.captured[number] is _SLOPES for number in parts.slopes.captured] == [True]
-
-
-@pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
-def test_explain_says_what_the_parts_get():
-    q = torch.zeros(1, 128, _HEADS, 64, dtype=torch.bfloat16)
-    slopes = torch.zeros(_HEADS, requires_grad=True)
-    alibi: _Function = lambda s, b, h, i, j: s - slopes[h] * (i - j)  # noqa: E731
-    answers = [flashtile.explain(q, q, q, score_mod=alibi, causal=causal, device="sm_90") for causal in (True, False)]
-    backends = [[kernel.backend for kernel in answer.kernels] for answer in answers]
-    assert backends == [["hopper", "hopper"], ["hopper", "hopper", "hopper"]]
-    named = flashtile.explain(q, q, q, alibi_slopes=slopes, causal=True, device="sm_90")
-    assert answers[0].kernels == named.kernels
 
 
 def test_the_order_of_captured_gradients_of_a_part_stays():

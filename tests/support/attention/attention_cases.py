@@ -78,8 +78,7 @@ def _pairs() -> dict[str, AttentionCase]:
     packed_blocks = _block_mask(_packed(BASE))
     cases["packed block_mask, bias of queries"] = replace(packed_blocks, bias="11q1", sinks=True, alibi_slopes="bh")
     cases["packed block_mask, bias of keys"] = with_arguments(replace(packed_blocks, bias="1h1k"), causal=True)
-    cases["everything"] = BASE
-    for name in (
+    together = (
         "packed",
         "grouped",
         "head_dims",
@@ -89,11 +88,9 @@ def _pairs() -> dict[str, AttentionCase]:
         "bias shared",
         "mask",
         "alibi",
-        "sinks",
-        "dropout",
-        "scale",
-    ):
-        cases["everything"] = _FEATURES[name](cases["everything"])
+    )
+    names = (*together, "sinks", "dropout", "scale")
+    cases["everything"] = functools.reduce(lambda case, name: _FEATURES[name](case), names, BASE)
     return cases
 
 

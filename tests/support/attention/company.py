@@ -1,15 +1,9 @@
-"""A sequence in different company: drawn sequences, ways to compute them, and the search for bits that differ.
-
-`PYTHONPATH=src:tests python -m support.attention.company --device cuda --draws 2000` runs more of them than the tests;
-`--share 0/8` to `7/8` are eight processes that share them, since most of the time is compiling.
-"""
+"""A sequence in different company: drawn sequences, ways to compute them, and the search for bits that differ."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -227,9 +221,9 @@ def by_steps(sequence: Sequence, others: list[Sequence], place: int, steps: int,
 
 
 def ways(
-    sequence: Sequence, draw: random.Random, longest: int, options: dict[str, Any], caches: bool
+    sequence: Sequence, draw: random.Random, longest: int, options: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], Results]]]:  # fmt: skip
-    """Some ways to compute a sequence, the first alone. `caches`: also over caches."""
+    """Some ways to compute a sequence, the first alone."""
     yield "alone", lambda: in_batch(sequence, [], 0, 0, options)
     others = [sequence.like(draw.randint(1, longest), draw) for _ in range(draw.randint(1, 3))]
     alike = [sequence.like(sequence.rows, draw) for _ in others]
@@ -243,8 +237,6 @@ def ways(
         by_token = sorted({*ends, *range(max(sequence.rows - 2, 1), sequence.rows)})
         cuts = draw.choice((ends, by_token))
         yield "chunks", lambda: in_chunks(sequence, cuts, options)
-        if not caches:
-            return
         yield "cache", lambda: over_cache(sequence, others, place, cuts, 0, options)
         yield "pages", lambda: over_cache(sequence, others, place, cuts, draw.choice((16, 48, 256)), options)
         yield "steps", lambda: by_steps(sequence, others, place, min(2, sequence.rows), options)
@@ -265,7 +257,7 @@ def differences(results: list[tuple[str, Results]]) -> list[str]:
 
 def search(
     draws: Iterable[int], seed: int, device: str, dtypes: tuple[torch.dtype, ...], longest: int,
-    widths: tuple[int, ...], backend: str = "auto", caches: bool = True, invariant: bool = True, alike: int = 1,
+    widths: tuple[int, ...], backend: str = "auto", invariant: bool = True, alike: int = 1,
 ) -> tuple[Counter[str], list[str]]:  # fmt: skip
     """How often each way was compared, and what differed. `draws`: their numbers. `alike`: so many sequences in turn
     have the same arguments, heads and dtypes, and so the same kernels, which a GPU compiles once."""
@@ -277,59 +269,8 @@ def search(
         if alike > 1:
             sequence = sequence.like(_draw_rows(draw, longest), draw)
         options = {"backend": backend, "batch_invariant": invariant}
-        results = [(way, compute()) for way, compute in ways(sequence, draw, longest, options, caches)]
+        results = [(way, compute()) for way, compute in ways(sequence, draw, longest, options)]
         compared.update(way for way, _ in results)
         described = f"{number}: {sequence.rows} rows, {_shape(sequence)}, {sequence.q.dtype}, {sequence.arguments}"
         found += [f"{described}: {difference}" for difference in differences(results)]
     return compared, found
-
-
-def _until(draws: Iterable[int], seconds: float, done: list[int]) -> Iterator[int]:
-    """The draws that begin within some seconds; `done` gets those that ended, which are reported every ten seconds."""
-    begin = reported = time.monotonic()
-    for number in draws:
-        if time.monotonic() - begin > seconds:
-            return
-        yield number
-        done.append(number)
-        if time.monotonic() - reported > 10:
-            reported = time.monotonic()
-            print(f"{len(done)} draws in {reported - begin:.0f} s", flush=True)
-
-
-def _share(text: str) -> tuple[int, int]:
-    part, of = map(int, text.split("/"))
-    if not 0 <= part < of:
-        raise ValueError
-    return part, of
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=int, default=300)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--widths", default="64,128,192,256")
-    parser.add_argument("--alike", type=int, default=1)
-    parser.add_argument("--without", action="store_true", help="without the mode")
-    parser.add_argument("--without-caches", action="store_true")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no draw begins later")
-    parser.add_argument("--share", type=_share, default=(0, 1), help="0/4: the first of four processes' draws")
-    given = parser.parse_args()
-    part, of = given.share
-    # Those of the same kernels are of one process.
-    draws = (number for number in range(given.draws) if number // given.alike % of == part)
-    done: list[int] = []
-    compared, found = search(
-        _until(draws, given.seconds, done), given.seed, given.device, (torch.bfloat16, torch.float16, torch.float32),
-        given.longest, tuple(map(int, given.widths.split(","))), given.backend, not given.without_caches,
-        not given.without, given.alike,
-    )  # fmt: skip
-    print("\n".join(found[:40]))
-    print(f"{len(done)} draws, {dict(compared)}: {len(found)} differ")
-
-
-if __name__ == "__main__":
-    main()
