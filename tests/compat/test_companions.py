@@ -5,7 +5,8 @@ import torch
 import torch._dynamo
 from torch.nn import functional as F
 
-from flashtile.testing import assert_close, assert_same
+import flashtile
+from flashtile.testing import assert_same
 from support.attention.compat_cases import check_against, devices, every_dtype, normal, places, served
 from support.running.each_case import each_case
 
@@ -82,14 +83,7 @@ def tables(positions: int, pairs: int, device: str, dtype: torch.dtype) -> list[
     return [angles.cos().to(device, dtype), angles.sin().to(device, dtype)]
 
 
-def turned(x, cos, sin, interleaved):
-    """The definition, pair by pair."""
-    cos, sin, pairs = cos[:, None].to(x), sin[:, None].to(x), cos.shape[-1]
-    a, b = (x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) if interleaved else (
-        x[..., :pairs], x[..., pairs : 2 * pairs])  # fmt: skip
-    both = (a * cos - b * sin, a * sin + b * cos)
-    joined = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
-    return torch.cat((joined, x[..., 2 * pairs :]), -1)
+turned = rotary.apply_rotary_emb_torch  # by a formula of its own
 
 
 @places
@@ -97,7 +91,7 @@ def turned(x, cos, sin, interleaved):
 def test_rotary(interleaved, device, dtype):
     cos, sin = tables(12, 3, device, dtype)
     x = normal(2, 7, 4, 10)
-    for function in (rotary.apply_rotary_emb, rotary_v1.apply_rotary_emb_func, rotary.apply_rotary_emb_torch):
+    for function in (rotary.apply_rotary_emb, rotary_v1.apply_rotary_emb_func):
         check_against(
             lambda x, function=function: function(x, cos[:7], sin[:7], interleaved),
             lambda x: turned(x, cos[:7], sin[:7], interleaved), [x], device, dtype,
@@ -181,49 +175,33 @@ def normed(rms, x, weight, bias, eps):
     return (out if bias is None else out + bias.to(wide)).to(x.dtype)
 
 
-@places
-@each_case("rms", [False, True])
-@each_case("prenorm", [False, True])
-@each_case("parallel", [False, True])
-def test_norm_functions(parallel, prenorm, rms, device, dtype):
-    x, residual, weight, bias = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2), normal(12, seed=3)
-    inputs = [x, residual, weight, bias]
-    if parallel:
-        inputs += [normal(2, 5, 12, seed=4), normal(12, seed=5), normal(12, seed=6)]
-
-    def function(x, residual, weight, bias, *second):
-        named = dict(zip(("x1", "weight1", "bias1"), second))
-        run = triton_norm.rms_norm_fn if rms else triton_norm.layer_norm_fn
-        return run(x, weight, bias, residual, **named, prenorm=prenorm)
-
-    def plain(x, residual, weight, bias, *second):
-        total = x + residual + (second[0] if second else 0)
-        outs = [normed(rms, total, weight, bias, 1e-6)]
-        outs += [normed(rms, total, second[1], second[2], 1e-6)] if second else []
-        return tuple(outs + [total] * prenorm)
-
-    check_against(function, plain, inputs, device, dtype)
-
-
+@devices
 @each_case("rms", [False, True])
 @each_case("parallel", [False, True])
-def test_norm_references_are_the_functions(parallel, rms):
-    x, residual, x1 = (normal(5, 12, seed=seed).float() for seed in range(3))
-    weight, bias, weight1 = (normal(12, seed=seed).float() for seed in range(3))
+def test_norm_functions_and_their_references(parallel, rms, device):
+    shapes = [(5, 12)] * 3 + [(12,)] * 4
+    leaves = [normal(*shape, seed=seed).float().to(device).requires_grad_() for seed, shape in enumerate(shapes)]
+    x, residual, x1, weight, bias, weight1, bias1 = leaves
+    rowscale = normal(5, seed=8).to(x)
     run = triton_norm.rms_norm_fn if rms else triton_norm.layer_norm_fn
     reference = triton_norm.rms_norm_ref if rms else triton_norm.layer_norm_ref
-    second = {"x1": x1, "weight1": weight1} if parallel else {"rowscale": normal(5).float()}
+    second = {"x1": x1, "weight1": weight1, "bias1": bias1} if parallel else {"rowscale": rowscale}
     options = {"eps": 1e-3, "dropout_p": 0.25, "prenorm": True, "zero_centered_weight": True}
-    results = run(x, weight, bias, residual, **second, **options, return_dropout_mask=True)
-    masks = {"dropout_mask": results[-2], "dropout_mask1": results[-1]}
-    assert (results[-1] is None) is not parallel
+    *results, mask, mask1 = run(x, weight, bias, residual, **second, **options, return_dropout_mask=True)
+    assert (mask1 is None) is not parallel
+    masks = {"dropout_mask": mask, "dropout_mask1": mask1}
     expected = reference(x, weight, bias, residual, **second, **options, **masks, upcast=True)
-    for got, wanted in zip(results[:-2], expected, strict=True):
-        assert_same(got, wanted)
+    upstream = [normal(5, 12, seed=9 + number).to(x) for number in range(len(results))]
+    wanting = [x, residual, weight, bias, *([x1, weight1, bias1] if parallel else [])]
+    grads, derived = (torch.autograd.grad(outs, wanting, upstream) for outs in (results, expected))
+    for got, wanted in zip([*results, *grads], [*expected, *derived], strict=True):
+        assert_same(got.detach(), wanted.detach())
     plain = run(x, weight, bias, prenorm=True, return_dropout_mask=True)
     assert len(plain) == 4 and plain[2] is plain[3] is None, "no masks without dropout"
+    for out in (plain[0], run(x, weight, bias), reference(x, weight, bias)):
+        assert_same(out.detach(), normed(rms, x, weight, bias, 1e-6).detach())
     with pytest.raises(ValueError, match="rowscale"):
-        reference(x, weight, bias, x1=x1, rowscale=x[:, 0])
+        reference(x, weight, bias, x1=x1, rowscale=rowscale)
 
 
 @every_dtype
@@ -263,37 +241,33 @@ def test_norm_and_linear_layer(rms):
 
 
 @places
+@each_case("second", [False, True])
 @each_case("rms", [False, True])
-def test_dropout_add_norm(rms, device, dtype):
-    module = rms_norm if rms else layer_norm
-    name = "rms_norm" if rms else "layer_norm"
-    x0, residual, weight = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2)
-    check_against(
-        lambda x, w: rms_norm.rms_norm(x, w, 1e-3) if rms else layer_norm.layer_norm(x, w, None, 1e-3),
-        lambda x, w: normed(rms, x, w, None, 1e-3), [x0, weight], device, dtype,
-    )  # fmt: skip
-    check_against(
-        lambda x, r, w: getattr(module, f"dropout_add_{name}")(x, r, w, None, 0.0, 1e-3, prenorm=True),
-        lambda x, r, w: (normed(rms, x + r, w, None, 1e-3), x + r), [x0, residual, weight], device, dtype,
-    )  # fmt: skip
-    x, r, w = (t.to(device, dtype) for t in (x0, residual, weight))
-    z, total, mask = getattr(module, f"dropout_add_{name}")(
-        x, r, w, None, 0.25, 1e-3, prenorm=True, return_dropout_mask=True
-    )
-    assert mask.dtype is torch.uint8 and mask.shape == x.shape and 0 < mask.float().mean() < 1
-    oracle, eager = ((x.to(wide) * mask / 0.75 + r.to(wide)) for wide in (torch.float64, dtype))
-    assert_close("total", total, oracle, eager)
-    assert z.shape == x.shape
+def test_dropout_add_norm(rms, second, device, dtype):
+    """Functions of flashtile, with masks of bytes."""
+    module, name = (rms_norm, "rms_norm") if rms else (layer_norm, "layer_norm")
+    function = getattr(flashtile, f"dropout_add_{name}")
+    x, residual, x1 = (normal(2, 5, 12, seed=seed).to(device, dtype) for seed in range(3))
+    weight, weight1 = normal(12, seed=3).to(x), normal(12, seed=4).to(x)
+    options = {"prenorm": True, "return_dropout_mask": True}
+    torch.manual_seed(7)
+    if second:
+        run = getattr(module, f"dropout_add_{name}_parallel_residual")
+        results = run(x, x1, residual, weight, None, weight1, None, 0.25, 1e-3, **options)
+        options |= {"x1": x1, "weight1": weight1}
+    else:
+        results = getattr(module, f"dropout_add_{name}")(x, residual, weight, None, 0.25, 1e-3, **options)
+    torch.manual_seed(7)
+    expected = function(x, residual, weight, None, 0.25, 1e-3, **options)
+    for got, wanted in zip(results, expected, strict=True):
+        assert got.dtype is (torch.uint8 if wanted.dtype is torch.bool else dtype)
+        assert_same(got, wanted.to(got.dtype))
     parallel = getattr(module, f"dropout_add_{name}_parallel_residual")
-    results = parallel(x, None, r, w, None, None, None, 0.0, 1e-3, True, return_dropout_mask=True)
+    results = parallel(x, None, residual, weight, None, None, None, 0.0, 1e-3, True, return_dropout_mask=True)
     assert len(results) == 5 and results[1] is None
     assert all(mask.dtype is torch.uint8 and mask.all() for mask in results[3:])
-    z0, z1 = parallel(x, r, None, w, None, w + 1, None, 0.0, 1e-3)
-    for z, factor in ((z0, 0), (z1, 1)):
-        oracle, eager = (
-            normed(rms, x.to(wide) + r.to(wide), w.to(wide) + factor, None, 1e-3) for wide in (torch.float64, dtype)
-        )
-        assert_close("z", z, oracle, eager)
+    plain = module.rms_norm(x, weight, 1e-3) if rms else module.layer_norm(x, weight, None, 1e-3)
+    assert_same(plain, normed(rms, x, weight, None, 1e-3))
 
 
 @devices

@@ -6,16 +6,13 @@ from torch.nn import functional as F
 
 import flashtile
 import flashtile.compat
-from flashtile.testing import assert_close, assert_same
+from flashtile.testing import assert_same
 from support.attention.compat_cases import (
-    Meaning,
-    attention_by_definition,
     cumulative,
     devices,
     every_dtype,
     extension,
     normal,
-    packed_by_definition,
     places,
     served,
 )
@@ -30,6 +27,7 @@ scaled_upper_triang_masked_softmax_cuda = extension("scaled_upper_triang_masked_
 xentropy_cuda_lib = extension("xentropy_cuda_lib")
 fused_softmax = served(1, "fused_softmax")
 convert_blockmask = served(1, "flash_blocksparse_attn_interface").convert_blockmask
+flash_blocksparse_attn_func = served(1, "flash_blocksparse_attn_interface").flash_blocksparse_attn_func
 
 
 def perceptron(device):
@@ -130,81 +128,58 @@ def test_softmax(device):
 # Attention
 
 
-LENGTHS = [5, 0, 40, 33]
+LENGTHS_Q, LENGTHS_K = [5, 0, 40, 33], [9, 4, 33, 40]
+dropout_and_causal = pytest.mark.parametrize(
+    ("dropout_p", "causal"), [(0.0, False), (0.25, True)], ids=["plain", "causal with dropout"]
+)
 
 
 @places
-@each_case("dropout_p, causal", [(0.0, False), (0.25, True)])
+@dropout_and_causal
 def test_attention(dropout_p, causal, device, dtype):
-    """The functions of the interface call these with the same arguments; dropout by rng_state, or by the generator."""
-    q, k, v = (normal(78, 4, 16, seed=seed).to(device, dtype) for seed in range(3))
-    dout, ends = normal(78, 4, 16, seed=3).to(q), cumulative(LENGTHS, device)
-    lengths, options = (ends, ends, 40, 40), (dropout_p, 0.3, False, causal)
+    """The halves of attention; dropout by rng_state, or by the generator."""
+    leaves = [
+        normal(rows, 4, 16, seed=seed).to(device, dtype).requires_grad_() for seed, rows in enumerate((78, 86, 86))
+    ]
+    q, k, v = (leaf.detach() for leaf in leaves)
+    dout, ends_q, ends_k = normal(78, 4, 16, seed=3).to(q), cumulative(LENGTHS_Q, device), cumulative(LENGTHS_K, device)
+    lengths, options = (ends_q, ends_k, 40, 40), (dropout_p, 0.3, False, causal)
     out, generator = torch.empty_like(q), torch.Generator(device).manual_seed(7)
     lse, rng_state, weights = flash_attn_cuda.fwd(q, k, v, out, *lengths, *options, True, 0, generator)
     assert lse.shape == (4, 4, 48) and weights.shape == (4, 4, 48, 64) and rng_state.shape == (2,)
     assert len(flash_attn_cuda.fwd(q, k, v, torch.empty_like(q), *lengths, *options, False, 0)) == 2
-    kept = None
-    if dropout_p:
-        kept = flashtile.dropout_mask(rng_state, dropout_p, batch=4, heads=4, seq_q=40, seq_k=40)
-    meaning = Meaning(scale=0.3, causal=causal, top_left=True, dropout_p=dropout_p)
-
-    def definition(wide):
-        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
-        result, _ = packed_by_definition(*leaves, LENGTHS, LENGTHS, meaning, kept)
-        return result.detach(), *torch.autograd.grad(result, leaves, dout.to(wide))
-
-    oracle, eager = definition(torch.float64), definition(dtype)
+    dropout = {"dropout_p": dropout_p, "dropout_seed": rng_state} if dropout_p else {}
+    longest = {"max_seqlen_q": 40, "max_seqlen_k": 40}
+    expected = flashtile.attention_varlen(
+        *leaves, ends_q, ends_k, **longest, scale=0.3, causal=causal, align="top_left", **dropout
+    )
+    derived = torch.autograd.grad(expected, leaves, dout)
     for given in ({"rng_state": rng_state}, {"gen": torch.Generator(device).manual_seed(7)}):
         grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
         *results, sums = flash_attn_cuda.bwd(dout, q, k, v, out, lse, *grads, *lengths, *options, 1, **given)
         assert all(result is grad for result, grad in zip(results, grads)) and sums.shape == (4, 4, 48)
-        for name, got, exact, plain in zip(("out", "dq", "dk", "dv"), (out, *grads), oracle, eager):
-            assert_close(name, got, exact, plain)
+        assert_same([out, *grads], [expected.detach(), *derived])
 
 
 @places
-@pytest.mark.parametrize(("dropout_p", "causal"), [(0.0, False), (0.25, True)], ids=["plain", "causal with dropout"])
+@dropout_and_causal
 def test_block_sparse_attention(dropout_p, causal, device, dtype):
-    lengths = [270, 0, 7, 130]
-    total, longest = sum(lengths), 270
     layout = torch.rand(18, 2, generator=torch.Generator().manual_seed(0)) < 0.6
     layout[3] = False  # queries that see nothing
-    q, k, v = (normal(total, 2, 16, seed=seed).to(device, dtype) for seed in range(3))
-    dout, ends = normal(total, 2, 16, seed=3).to(q), cumulative(lengths, device)
-    converted = convert_blockmask(layout, causal=False).to(device)
-    given = (ends, ends, converted, longest, longest, dropout_p, 0.3, causal)
-    seed = torch.Generator(device).manual_seed(7)
-    out, lse = flash_attn_cuda.fwd_block(q, k, v, *given, False, seed)
+    ends = cumulative([270, 0, 7, 130], device)
+    leaf = normal(407, 3, 2, 16).to(device, dtype).requires_grad_()
+    torch.manual_seed(7)
+    expected = flash_blocksparse_attn_func(leaf, ends, layout[:17].to(device), dropout_p, 270, 0.3, causal)
+    dout = normal(407, 2, 16, seed=3).to(expected)
+    q, k, v = (part.contiguous() for part in leaf.detach().unbind(1))
+    given = (ends, ends, convert_blockmask(layout, causal=False).to(device), 270, 270, dropout_p, 0.3, causal)
+    out, lse = flash_attn_cuda.fwd_block(q, k, v, *given, False, torch.Generator(device).manual_seed(7))
     assert lse.shape == (4, 2, 272) and lse[1].isneginf().all() and lse[0, :, 48:64].isneginf().all()
-    drawn = torch.randint(
-        2**32, (2,), dtype=torch.int64, device=device, generator=torch.Generator(device).manual_seed(7)
-    )
-    kept = None
-    if dropout_p:
-        kept = flashtile.dropout_mask(drawn, dropout_p, batch=4, heads=2, seq_q=longest, seq_k=longest)
-    shown = layout.repeat_interleave(16, 0)[:longest].repeat_interleave(256, 1)[:, :longest].to(device)
-    bias = torch.zeros(longest, longest, dtype=torch.float64, device=device).masked_fill(~shown, float("-inf"))
-
-    def definition(wide):
-        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
-        parts = []
-        for number, parts_of in enumerate(zip(*(leaf.split(lengths) for leaf in leaves))):
-            rows = lengths[number]
-            meaning = Meaning(0.3, causal, bias=bias[:rows, :rows], top_left=True, dropout_p=dropout_p)
-            part = None if kept is None else kept[number : number + 1, :, :rows, :rows]
-            parts.append(attention_by_definition(*(x[None] for x in parts_of), meaning, part)[0][0])
-        result = torch.cat(parts)
-        return result.detach(), *torch.autograd.grad(result, leaves, dout.to(wide))
-
     grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     arguments = dout, q, k, v, out, lse, *grads, *given
     *_, sums = flash_attn_cuda.bwd_block(*arguments, torch.Generator(device).manual_seed(7))
     assert sums.shape == (4, 2, 272) and not sums[1].any()
-    for name, got, exact, plain in zip(
-        ("out", "dq", "dk", "dv"), (out, *grads), definition(torch.float64), definition(dtype)
-    ):
-        assert_close(name, got, exact, plain)
+    assert_same([out, torch.stack(grads, 1)], [expected.detach(), torch.autograd.grad(expected, leaf, dout)[0]])
     with pytest.raises(ValueError, match="return_softmax: expected False"):
         flash_attn_cuda.fwd_block(q, k, v, *given, True)
 
@@ -212,34 +187,8 @@ def test_block_sparse_attention(dropout_p, causal, device, dtype):
 # Norms
 
 
-def norm_call(rms, subset, scaled, dropout_p, device, dtype):
-    """Arguments of a forward and what they mean: a function of leaves and masks that returns z and x."""
-    rows = 7
-    inputs = normal(5 if subset else rows, 12), normal(rows, 12, seed=1), normal(12, seed=2), normal(12, seed=3)
-    leaves = [t.to(device, dtype) for t in inputs]
-    takes = torch.tensor([0, 1, 0, 3, 2, 5, 4], dtype=torch.int32, device=device) if subset else None
-    gives = torch.tensor([2, 0, 1, 0, 3, 0, 0], dtype=torch.int32, device=device) if subset else None
-    rowscale = normal(rows, seed=4).to(device, dtype) if scaled and not subset else None
-    colscale = normal(12, seed=5).to(device, dtype) if scaled else None
-    constant = 0.5 if subset else 1.0
-
-    def definition(x0, residual, gamma, beta, colscale, mask):
-        wide = torch.promote_types(x0.dtype, torch.float32)
-        branch = x0.to(wide) * constant
-        branch = branch if rowscale is None else branch * rowscale.to(wide)[:, None]
-        branch = branch if colscale is None else branch * colscale.to(wide)
-        branch = branch if mask is None else branch * mask / (1 - dropout_p)
-        if takes is not None:
-            branch = torch.cat((branch.new_zeros(1, 12), branch))[takes.long()]
-        x = (branch + residual.to(wide)).to(residual.dtype)
-        normed = x.to(wide)
-        normed = F.rms_norm(normed, (12,), eps=1e-3) if rms else F.layer_norm(normed, (12,), eps=1e-3)
-        z = normed * gamma.to(wide) + beta.to(wide)
-        if gives is not None:
-            z = torch.stack([z[(gives == number).nonzero()[0, 0]] for number in (1, 2, 3)])
-        return z.to(x0.dtype), x
-
-    return leaves, (rowscale, colscale, takes, gives), constant, definition
+def fused_norm(rms):
+    return flashtile.dropout_add_rms_norm if rms else flashtile.dropout_add_layer_norm
 
 
 @every_dtype
@@ -248,34 +197,35 @@ def norm_call(rms, subset, scaled, dropout_p, device, dtype):
     "subset, scaled, dropout_p", [(False, False, 0.0), (False, True, 0.25), (True, True, 0.0), (True, False, 0.25)]
 )
 def test_norms(subset, scaled, dropout_p, rms, device, dtype):
-    leaves, others, constant, definition = norm_call(rms, subset, scaled, dropout_p, device, dtype)
-    numrows = 3 if subset else 0
+    """The halves of flashtile's functions."""
+    shapes = [(5 if subset else 7, 12), (7, 12), (12,), (12,), (12,)]
+    leaves = [normal(*shape, seed=seed).to(device, dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+    leaves = leaves if scaled else leaves[:4]
+    x0, gamma, colscale = leaves[0], leaves[2], leaves[4] if scaled else None
+    rowscale = normal(7, seed=5).to(device, dtype) if scaled and not subset else None
+    takes = torch.tensor([0, 1, 0, 3, 2, 5, 4], dtype=torch.int32, device=device) if subset else None
+    gives = torch.tensor([2, 0, 1, 0, 3, 0, 0], dtype=torch.int32, device=device) if subset else None
+    constant, numrows = (0.5, 3) if subset else (1.0, 0)
+    torch.manual_seed(7)
+    *expected, kept = fused_norm(rms)(
+        *leaves[:4], dropout_p, 1e-3, rowscale, colscale, prenorm=True, return_dropout_mask=True, x0_subset=takes,
+        out_subset=gives, rowscale_const=constant, out_numrows=numrows,
+    )  # fmt: skip
+    others, generator = (rowscale, colscale, takes, gives), torch.Generator(device).manual_seed(7)
     z, x, mask, mu, rsigma = dropout_layer_norm.dropout_add_ln_fwd(
-        *leaves, *others, dropout_p, 1e-3, constant, numrows, None, False, rms
+        *leaves[:4], *others, dropout_p, 1e-3, constant, numrows, generator, False, rms
     )
-    assert (mask is None) is (dropout_p == 0) and (mask is None or (mask.dtype is torch.uint8 and mask.any()))
-    wide = torch.promote_types(dtype, torch.float32)
-    mean = torch.zeros_like(mu) if rms else x.to(wide).mean(-1)
-    power = x.to(wide).square().mean(-1) if rms else x.to(wide).var(-1, correction=0)
-    assert_same(mu, mean)
-    assert_same(rsigma, (power + 1e-3).rsqrt())
-    dz, dx = normal(*z.shape, seed=6).to(z), normal(*x.shape, seed=7).to(x)
-    colscale = others[1]
-
-    def by_autograd(dtype):
-        given = [leaf.to(dtype).requires_grad_() for leaf in (*leaves, *([] if colscale is None else [colscale]))]
-        outputs = definition(*given[:4], None if colscale is None else given[4], mask)
-        return [out.detach() for out in outputs] + list(
-            torch.autograd.grad(outputs, given, (dz.to(dtype), dx.to(dtype)))
-        )
-
-    dx0, dresidual, dgamma, dbeta, _, _, *dcolscale = dropout_layer_norm.dropout_add_ln_bwd(
-        dz, dx, x, leaves[0], mask, mu, rsigma, leaves[2], *others, dropout_p, constant, leaves[0].shape[0], True, rms
+    assert_same(mask, kept.to(torch.uint8) if dropout_p else None)
+    wide = x.to(torch.promote_types(dtype, torch.float32))
+    assert_same(mu, torch.zeros_like(mu) if rms else wide.mean(-1))
+    assert_same(rsigma, ((wide.square().mean(-1) if rms else wide.var(-1, correction=0)) + 1e-3).rsqrt())
+    upstream = [normal(*out.shape, seed=6 + number).to(out) for number, out in enumerate(expected)]
+    results = dropout_layer_norm.dropout_add_ln_bwd(
+        *upstream, x, x0, mask, mu, rsigma, gamma, *others, dropout_p, constant, x0.shape[0], True, rms
     )
-    got = [z, x, dx0, dresidual, dgamma, dbeta, *dcolscale[:1]]
-    names = ("z", "x", "dx0", "dresidual", "dgamma", "dbeta", "dcolscale")
-    for name, result, exact, plain in zip(names, got, by_autograd(torch.float64), by_autograd(dtype)):
-        assert_close(name, result, exact, plain)
+    grads = [*results[:4], *results[6:7]]
+    derived = torch.autograd.grad(expected, leaves, upstream)
+    assert_same([z, x, *grads], [*(out.detach() for out in expected), *derived])
 
 
 @devices
@@ -312,31 +262,29 @@ def test_norms_of_what_is_not_there(rms, device):
 @each_case("second", [False, True])
 @each_case("dropout_p", [0.0, 0.25])
 def test_norms_of_parallel_branches(dropout_p, second, rms, device):
-    x0, x1, residual = (normal(5, 12, seed=seed).float().to(device).requires_grad_() for seed in range(3))
-    weights = [normal(12, seed=3 + seed).float().to(device).requires_grad_() for seed in range(4)]
-    gamma0, beta0, gamma1, beta1 = weights
-    generator = torch.Generator(device).manual_seed(7)
-    given = (gamma0, beta0, gamma1, beta1) if second else (gamma0, beta0, None, None)
-    z0, z1, x, mask0, mask1, mu, rsigma = dropout_layer_norm.dropout_add_ln_parallel_residual_fwd(
-        x0, x1, residual, *given, dropout_p, 1e-3, generator, False, rms
-    )
-    assert (z1 is None) is not second and (mask0 is None) is (mask1 is None) is (dropout_p == 0)
-    kept = [1.0 if mask is None else mask / (1 - dropout_p) for mask in (mask0, mask1)]
-    total = x0 * kept[0] + x1 * kept[1] + residual
-    normed = F.rms_norm(total, (12,), eps=1e-3) if rms else F.layer_norm(total, (12,), eps=1e-3)
-    outputs = [normed * gamma0 + beta0] + [normed * gamma1 + beta1] * second + [total]
-    upstream = [normal(5, 12, seed=8 + number).to(x) for number in range(len(outputs))]
-    for got, wanted in zip([z0, *[z1] * second, x], outputs, strict=True):
-        assert_same(got, wanted.detach())
-    leaves = [x0, x1, residual, gamma0, beta0] + [gamma1, beta1] * second
-    expected = torch.autograd.grad(outputs, leaves, upstream)
-    *results, a, b, c, d = dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
-        upstream[0], upstream[1] if second else None, upstream[-1], x, mask0, mask1, mu, rsigma, gamma0,
-        gamma1 if second else None, dropout_p, True, True, rms,
+    shapes = [(5, 12)] * 3 + [(12,)] * (4 if second else 2)
+    leaves = [normal(*shape, seed=seed).float().to(device).requires_grad_() for seed, shape in enumerate(shapes)]
+    x0, x1, residual, *weights = leaves
+    gamma0, beta0, gamma1, beta1 = (*weights, None, None)[:4]
+    torch.manual_seed(7)
+    *expected, kept0, kept1 = fused_norm(rms)(
+        x0, residual, gamma0, beta0, dropout_p, 1e-3, prenorm=True, return_dropout_mask=True, x1=x1, weight1=gamma1,
+        bias1=beta1,
     )  # fmt: skip
-    assert a is b is c is d is None and len(results) == 7 and (results[5] is None) is not second
-    for got, wanted in zip(results, expected):
-        assert_same(got, wanted)
+    generator = torch.Generator(device).manual_seed(7)
+    z0, z1, x, *masks, mu, rsigma = dropout_layer_norm.dropout_add_ln_parallel_residual_fwd(
+        *leaves[:3], gamma0, beta0, gamma1, beta1, dropout_p, 1e-3, generator, False, rms
+    )
+    assert (z1 is None) is not second
+    assert_same(masks, [kept.to(torch.uint8) if dropout_p else None for kept in (kept0, kept1)])
+    dz0, *dz1, dx = upstream = [normal(5, 12, seed=8 + number).to(x) for number in range(len(expected))]
+    *grads, a, b, c, d = dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
+        dz0, *(dz1 or [None]), dx, x, *masks, mu, rsigma, gamma0, gamma1, dropout_p, True, True, rms
+    )
+    assert a is b is c is d is None and len(grads) == 7 and (grads[5] is None) is not second
+    derived = torch.autograd.grad(expected, leaves, upstream)
+    assert_same([z0, *[z1] * second, x], [out.detach() for out in expected])
+    assert_same(grads[: len(leaves)], derived)
     alone = dropout_layer_norm.dropout_add_ln_parallel_residual_fwd(
         x0, None, None, gamma0, beta0, None, None, dropout_p, 1e-3, None, False, rms
     )

@@ -160,6 +160,58 @@ def test_autograd_classes_are_the_functions(name, dropout_p, device):
         assert not recorded.apply(*leaves, *lengths, *options, False, *block_table, False).requires_grad
 
 
+#: What comes behind the lengths: dropout, scale, causal, left, right, soft cap, slopes.
+HALVES = {
+    "plain": (0.0, 0.3, False, -1, -1, 0.0, None),
+    "scores": (0.0, 0.3, False, 4, 3, 2.0, SLOPES),
+    "dropout": (0.25, 0.3, True, -1, -1, 0.0, None),
+}
+
+
+@places
+@each_case("packed", [False, True])
+@each_case("name", HALVES)
+def test_halves_of_functions(name, packed, device, dtype):
+    """Gradients from results, into buffers, and the sums over columns of dout · out."""
+    call = [part.to(device) if isinstance(part, torch.Tensor) else part for part in HALVES[name]]
+    shapes = [(17, 4, 16), *[(31, 2, 16)] * 2] if packed else [(2, 9, 4, 16), *[(2, 14, 2, 16)] * 2]
+    lengths = (*(cumulative(SEQUENCES[n], device) for n in (5, 7)), 9, 11) if packed else ()
+    leaves = [normal(*shape, seed=seed).to(device, dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+    function = flash_attn_varlen_func if packed else flash_attn_func
+    dropout_p, scale, causal, left, right, softcap, slopes = call
+    torch.manual_seed(4)
+    expected = function(*leaves, *lengths, dropout_p, scale, causal, (left, right), softcap, slopes, True)
+    dout = normal(*expected.shape, seed=3).to(expected)
+    given, grads = [leaf.detach() for leaf in leaves], [torch.full_like(leaf, math.nan) for leaf in leaves]
+    forward = interface._flash_attn_varlen_forward if packed else interface._flash_attn_forward
+    backward = interface._flash_attn_varlen_backward if packed else interface._flash_attn_backward
+    torch.manual_seed(4)
+    out, lse, _, rng_state = forward(*given, *lengths, *call, return_softmax=False)
+    sums = backward(dout, *given, out, lse, *grads, *lengths, *call, True, rng_state)
+    assert_same([out, *grads], [expected.detach(), *torch.autograd.grad(expected, leaves, dout)])
+    products = (dout.double() * out.double()).sum(-1).transpose(-1, -2).to(sums)
+    if packed:
+        assert sums.shape == (4, 17 + 128 * 4)
+        assert_same(sums[:, 128 * 2 + 5 : 128 * 2 + 14], products[:, 5:14])
+    else:
+        assert sums.shape == (2, 4, 128) and (sums[..., 9:] == 0).all()
+        assert_same(sums[..., :9], products)
+    if dropout_p:
+        with pytest.raises(ValueError, match="rng_state"):
+            backward(dout, *given, out, lse, *grads, *lengths, *call, True)
+
+
+def test_buffers():
+    q = normal(1, 5, 2, 8).float()
+    call = (0.3, False, -1, -1, 0.0, None)
+    out, lse, _, _ = interface._flash_attn_forward(q, q, q, 0.0, *call, False)
+    dk = torch.empty_like(q)
+    interface._flash_attn_backward(out, q, q, q, out, lse, None, dk, None, 0.0, *call, False)
+    assert dk.isfinite().all()
+    with pytest.raises(ValueError, match="dq: expected"):
+        interface._flash_attn_backward(out, q, q, q, out, lse, q.double(), None, None, 0.0, *call, False)
+
+
 @devices
 def test_longest_sequences_may_be_tensors(device):
     q, cu = normal(17, 4, 16).half().to(device), cumulative([5, 0, 9, 3], device)

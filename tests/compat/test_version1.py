@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+import flashtile
+import flashtile.modules
 from flashtile.compat.flash_attn_1 import blockmask_layout
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
@@ -214,26 +216,13 @@ class Config:
         return layout
 
 
-@each_case("convert, causal", [(True, False), (False, True)])
-def test_blocksparse(convert, causal):
-    lengths = [300, 40]
-    layout = Config().make_layout(300)
-    dense = layout.repeat_interleave(16, 0).repeat_interleave(256, 1)
-    cu = cumulative(lengths)
-
-    def plain(qkv):
-        outs = []
-        for first, length in ((0, 300), (300, 40)):
-            bias = torch.zeros(length, length).masked_fill(~dense[:length, :length], -math.inf)
-            q, k, v = qkv[None, first : first + length].unbind(2)
-            outs.append(attention_by_definition(q, k, v, Meaning(scale=0.3, causal=causal, bias=bias))[0][0])
-        return torch.cat(outs)
-
-    mask = layout if convert else convert_blockmask(layout, causal=False)
-    check_against(
-        lambda qkv: flash_blocksparse_attn_func(qkv, cu, mask, 0.0, 300, 0.3, causal, convert_mask=convert),
-        plain, [normal(340, 3, 2, 8)], "cpu", torch.float32,
-    )  # fmt: skip
+@each_case("causal", [False, True])
+def test_blocksparse(causal):
+    layout, qkv, ends = Config().make_layout(300), normal(340, 3, 2, 8).float(), cumulative([300, 40])
+    expected = flashtile.modules.flash_blocksparse_attn_func(qkv, ends, layout, 0.0, 300, 0.3, causal)
+    for mask, convert in ((layout, True), (convert_blockmask(layout, causal=False), False)):
+        found = flash_blocksparse_attn_func(qkv, ends, mask, 0.0, 300, 0.3, causal, convert_mask=convert)
+        assert torch.equal(found, expected)
 
 
 def test_blocksparse_modules():
@@ -255,6 +244,23 @@ def test_blocksparse_modules():
         mha(x, x.clone(), x)
     with pytest.raises(TypeError, match="depth"):
         FlashBlocksparseMHA(16, 2, Config(), depth=3)
+
+
+def test_one_split_asks_for_the_same_gradients_in_every_run(monkeypatch):
+    asked, ours = [], flashtile.attention_backward
+
+    def watched(*tensors, **options):
+        asked.append(options["deterministic"])
+        return ours(*tensors, **options)
+
+    monkeypatch.setattr(flashtile, "attention_backward", watched)
+    q, ends = normal(17, 2, 16).float(), cumulative(LENGTHS_Q)
+    rest = (ends, ends, 9, 9, 0.0, 0.3, False)
+    out, lse, *_ = interface._flash_attn_forward(q, q, q, torch.empty_like(q), *rest, False)
+    for splits in (0, 1):
+        grads = [torch.empty_like(q) for _ in range(3)]
+        interface._flash_attn_backward(q, q, q, q, out, lse, *grads, *rest, num_splits=splits)
+    assert asked == [False, True]
 
 
 @each_case("call, names", [
