@@ -739,14 +739,8 @@ def test_rows_past_the_last_sequence(batch):
     cu_seqlens = torch.arange(0, 7 * batch + 1, 7, device="cuda", dtype=torch.int32)
     q, k, v = (torch.randn(7 * batch + 150, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
     for cu_q, cu_k in ((cu_seqlens, cu_seqlens.long()), (cu_seqlens.long(), cu_seqlens)):
-        out, lse = flashtile.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True, backend="hopper")
+        out, lse = check_forward(q, k, v, "hopper", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
         assert not out[7 * batch :].any() and (lse[:, 7 * batch :] == -torch.inf).all()
-        dense = [t[: 7 * batch].unflatten(0, (batch, 7)) for t in (q, k, v)]
-        oracle, eager = (
-            flashtile.attention(*(t.to(dtype) for t in dense), causal=True, backend="reference").flatten(0, 1)
-            for dtype in (torch.float64, _BF16)
-        )
-        assert_close("out", out[: 7 * batch], oracle, eager)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton", "split"])
@@ -948,11 +942,5 @@ def test_forward_of_float32_with_infinite_and_missing_numbers(head_dim, causal):
         k[0, 150, 0] = torch.inf
     else:
         v[0, 130, 1, 7], v[0, 160, 1, 9] = torch.inf, torch.nan
-    mine = flashtile.attention(q, k, v, causal=causal, backend="hopper", return_lse=True)
-    oracle, eager = (
-        flashtile.attention(*(t.to(dtype) for t in (q, k, v)), causal=causal, backend="reference", return_lse=True)
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert not oracle[0].isfinite().all()
-    for name, actual, expected, of_eager in zip(("out", "lse"), mine, oracle, eager):
-        assert_close(name, actual, expected, of_eager)
+    out, _ = check_forward(q, k, v, "hopper", causal=causal)
+    assert not out.isfinite().all()
