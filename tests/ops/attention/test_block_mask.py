@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -17,6 +18,7 @@ from flashtile import BlockMask
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_close
 from support.attention.mask_checks import check_mask
+from support.running.each_case import each_case
 from support.running.python import run_python
 
 TILES = ((128, 128), (16, 256), (64, 64), (48, 80), (16, 16), (192, 64))
@@ -277,62 +279,42 @@ def of_blocks(size: int) -> BlockMask:
     return BlockMask.from_flex(given)
 
 
-@pytest.mark.parametrize(
-    "build, error, message",
-    [
-        (lambda: BlockMask.from_dense([[True]]), TypeError, "mask: expected a torch.Tensor, got list"),
-        (lambda: BlockMask.from_dense(TRUE.float()), TypeError, "mask: expected dtype bool"),
-        (lambda: BlockMask.from_dense(TRUE[0]), ValueError, "mask: expected shape [seq_q, seq_k] or [batch, heads,"),
-        (lambda: BlockMask.from_dense(TRUE[None]), ValueError, "got (1, 130, 130)"),
-        (lambda: BlockMask.from_dense(TRUE, 128), TypeError, "tile: expected a pair of ints (tile_q, tile_k), got 128"),
-        (lambda: BlockMask.from_dense(TRUE, (128,)), TypeError, "tile: expected a pair of ints"),
-        (lambda: BlockMask.from_dense(TRUE, (128, 40)), ValueError, "tile: expected multiples of 16, got (128"),
-        (
-            lambda: BlockMask.from_dense(TRUE).with_tile((192, 128)),
-            ValueError,
-            "tile: expected multiples of the mask's (1",
-        ),
-        (lambda: BlockMask.from_dense(TRUE, (0, 16)), ValueError, "tile: expected multiples of 16, got (0, "),
-        (
-            lambda: BlockMask.from_predicate(TRUE, 1, 1, 5, 5),
-            TypeError,
-            "predicate: expected a function (batch, head, q_index, k_index), got Tensor",
-        ),
-        (
-            lambda: BlockMask.from_predicate(lambda q, k: q >= k, 1, 1, 5, 5),
-            TypeError,
-            "one with the parameters (q, k)",
-        ),
-        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5), ValueError, "seq_q: expected at least 0"),
-        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 2.0, 5, 5), TypeError, "heads: expected an int, got 2.0"),
-        (
-            lambda: laid_out(layout=TRUE.double()),
-            TypeError,
-            "layout: expected dtype bool or an integer, got torch.float64",
-        ),
-        (
-            lambda: laid_out(layout=TRUE),
-            ValueError,
-            "layout: expected (3, 3) tiles of (64, 64) for 130 queries and 130 keys, got (130, 130)",
-        ),
-        (lambda: laid_out(TRUE[:5]), ValueError, "element_mask: expected 130 × 130 pairs"),
-        (
-            lambda: laid_out(TRUE.expand(2, 1, 130, 130), layout=TRUE[:3, :3].expand(3, 1, 3, 3)),
-            ValueError,
-            "element_mask: expected 130 × 130 pairs, and the batch and heads of layout, (3, 1), or 1",
-        ),
-        (lambda: laid_out(TRUE.int()), TypeError, "element_mask: expected dtype bool"),
-        (
-            lambda: laid_out(TRUE.expand(8, 130, 130)[:, :64, :64]),
-            ValueError,
-            "element_mask: expected (9, 64, 64), a mask for each tile that the layout names, got (8, 64, 64)",
-        ),
-        (lambda: laid_out(TRUE.to("meta")), ValueError, "element_mask: expected the device of layout, cpu, got meta"),
-        (lambda: BlockMask.from_flex(TRUE), TypeError, "block_mask: expected a BlockMask of torch.nn"),
-        (lambda: of_blocks(40), ValueError, "tile: expected multiples of 16, got (40, 40)"),
+_WRONG: dict[type[Exception], list[tuple[Callable[[], BlockMask], str]]] = {
+    TypeError: [
+        (lambda: BlockMask.from_dense([[True]]), "mask: expected a torch.Tensor, got list"),
+        (lambda: BlockMask.from_dense(TRUE.float()), "mask: expected dtype bool"),
+        (lambda: BlockMask.from_dense(TRUE, 128), "tile: expected a pair of ints (tile_q, tile_k), got 128"),
+        (lambda: BlockMask.from_dense(TRUE, (128,)), "tile: expected a pair of ints"),
+        (lambda: BlockMask.from_predicate(TRUE, 1, 1, 5, 5),
+         "predicate: expected a function (batch, head, q_index, k_index), got Tensor"),
+        (lambda: BlockMask.from_predicate(lambda q, k: q >= k, 1, 1, 5, 5), "one with the parameters (q, k)"),
+        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 2.0, 5, 5), "heads: expected an int, got 2.0"),
+        (lambda: laid_out(layout=TRUE.double()), "layout: expected dtype bool or an integer, got torch.float64"),
+        (lambda: laid_out(TRUE.int()), "element_mask: expected dtype bool"),
+        (lambda: BlockMask.from_flex(TRUE), "block_mask: expected a BlockMask of torch.nn"),
     ],
-)
-def test_errors(build, error, message):
+    ValueError: [
+        (lambda: BlockMask.from_dense(TRUE[0]), "mask: expected shape [seq_q, seq_k] or [batch, heads,"),
+        (lambda: BlockMask.from_dense(TRUE[None]), "got (1, 130, 130)"),
+        (lambda: BlockMask.from_dense(TRUE, (128, 40)), "tile: expected multiples of 16, got (128"),
+        (lambda: BlockMask.from_dense(TRUE, (0, 16)), "tile: expected multiples of 16, got (0, "),
+        (lambda: of_blocks(40), "tile: expected multiples of 16, got (40, 40)"),
+        (lambda: BlockMask.from_dense(TRUE).with_tile((192, 128)), "tile: expected multiples of the mask's (1"),
+        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5), "seq_q: expected at least 0"),
+        (lambda: laid_out(layout=TRUE),
+         "layout: expected (3, 3) tiles of (64, 64) for 130 queries and 130 keys, got (130, 130)"),
+        (lambda: laid_out(TRUE[:5]), "element_mask: expected 130 × 130 pairs"),
+        (lambda: laid_out(TRUE.expand(2, 1, 130, 130), layout=TRUE[:3, :3].expand(3, 1, 3, 3)),
+         "element_mask: expected 130 × 130 pairs, and the batch and heads of layout, (3, 1), or 1"),
+        (lambda: laid_out(TRUE.expand(8, 130, 130)[:, :64, :64]),
+         "element_mask: expected (9, 64, 64), a mask for each tile that the layout names, got (8, 64, 64)"),
+        (lambda: laid_out(TRUE.to("meta")), "element_mask: expected the device of layout, cpu, got meta"),
+    ],
+}  # fmt: skip
+
+
+@each_case("error, build, message", [(error, *row) for error, rows in _WRONG.items() for row in rows])
+def test_errors(error, build, message):
     with pytest.raises(error, match=re.escape(message)):
         build()
 

@@ -218,27 +218,25 @@ def test_attribute_error_of_tensors_is_not_disguised(monkeypatch):
         dense()
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
+_SIZES = ("batch", "heads", "seq_q", "seq_k")
+
+
+@each_case(
+    "arguments, error, message",
     [
-        ({"dropout_seed": 3}, "dropout_seed: expected an int64 tensor"),
-        ({"dropout_seed": None}, "dropout_seed: expected an int64 tensor"),
-        ({"dropout_p": 1.5}, r"dropout_p: expected a probability in \[0, 1\), got 1.5"),
+        *(({"dropout_seed": seed}, TypeError, "dropout_seed: expected an int64 tensor") for seed in (3, None)),
+        ({"dropout_p": 1.5}, ValueError, r"dropout_p: expected a probability in \[0, 1\), got 1.5"),
+        *(
+            ({name: size}, error, f"{name}: expected .*, got {size}; pass that of the call")
+            for name in _SIZES
+            for size, error in ((-1, ValueError), (2.0, TypeError), (True, TypeError))
+        ),
     ],
-    ids=["seed-int", "seed-none", "probability"],
 )
-def test_dropout_mask(arguments, message):
-    good = {"dropout_seed": seed(2), "dropout_p": 0.5}
-    with pytest.raises((TypeError, ValueError), match=message):
-        flashtile.dropout_mask(**{**good, **arguments}, batch=1, heads=1, seq_q=2, seq_k=2)
-
-
-@pytest.mark.parametrize("size, error", [(-1, ValueError), (2.0, TypeError), (True, TypeError)])
-@pytest.mark.parametrize("name", ["batch", "heads", "seq_q", "seq_k"])
-def test_sizes_of_a_dropout_mask(name, size, error):
-    sizes = {"batch": 1, "heads": 1, "seq_q": 2, "seq_k": 2, name: size}
-    with pytest.raises(error, match=f"{name}: expected .*, got {size}; pass that of the call"):
-        flashtile.dropout_mask(torch.tensor([1, 2]), 0.5, **sizes)
+def test_wrong_argument_of_a_dropout_mask(arguments, error, message):
+    good = {"dropout_seed": torch.tensor([1, 2]), "dropout_p": 0.5, **dict.fromkeys(_SIZES, 2)}
+    with pytest.raises(error, match=message):
+        flashtile.dropout_mask(**{**good, **arguments})
 
 
 def test_values_are_read_on_a_gpu_only_on_request_and_while_no_graph_is_captured(monkeypatch):

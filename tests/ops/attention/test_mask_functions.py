@@ -206,17 +206,13 @@ def test_calls_with_room_give_the_same(backend, device):
 @pytest.mark.parametrize(
     "room, error, message",
     [
-        (
-            3,
-            ValueError,
-            "max_partial_tiles: expected room for all tiles that are not known to be empty or full, 4, got 3",
-        ),
-        (-1, ValueError, "max_partial_tiles: expected at least 0, got -1"),
-        (2.0, TypeError, "max_partial_tiles: expected an int, got 2.0"),
+        (3, ValueError, "expected room for all tiles that are not known to be empty or full, 4, got 3"),
+        (-1, ValueError, "expected at least 0, got -1"),
+        (2.0, TypeError, "expected an int, got 2.0"),
     ],
 )
 def test_errors_of_room(room, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=f"max_partial_tiles: {message}"):
         BlockMask.from_predicate(FUNCTIONS["causal"], 1, 1, SEQ_Q, SEQ_Q, (64, 64), max_partial_tiles=room)
 
 
