@@ -115,16 +115,6 @@ def test_nothing_and_almost_everything_is_dropped():
 # --- seeds ----------------------------------------------------------------------------------------------------------
 
 
-def small_mask(seed: Tensor) -> Tensor:
-    return flashtile.dropout_mask(seed, 0.5, batch=1, heads=1, seq_q=32, seq_k=32)
-
-
-def test_seed_and_offset_each_matter():
-    masks = [small_mask(torch.tensor(pair)) for pair in ((1, 2), (2, 1), (1, 3), (2, 2))]
-    for first, second in itertools.combinations(masks, 2):
-        assert 0.4 < (first == second).float().mean() < 0.6
-
-
 def test_drawn_seed_is_reproducible_and_in_range():
     torch.manual_seed(1)
     first, second = flashtile.draw_dropout_seed(), flashtile.draw_dropout_seed("cpu")
@@ -171,12 +161,6 @@ def test_neighbours_are_independent(big_masks, p, shift):
     other = kept.roll(shift, dims=(0, 1, 2, 3))
     correlation = (kept * other).mean().item() / (p * (1 - p))
     assert abs(correlation) < 5 / math.sqrt(kept.numel())
-
-
-def test_rows_and_columns_are_not_exchanged(big_masks):
-    square = big_masks[0.5][..., :160].double() - 0.5
-    correlation = 4 * (square * square.transpose(2, 3)).mean().item()
-    assert abs(correlation - 1 / 160) < 8 / math.sqrt(square.numel()), "only the diagonal agrees with itself"
 
 
 class _Generator:
