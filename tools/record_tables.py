@@ -170,6 +170,7 @@ _PORTABLE = ("h200-attention-portable", "flashtile-triton")
 #: Tables of ratios: the first heading, what is said of the cases, and for each line its name and arguments of that.
 _RATIOS: dict[str, tuple[str, Callable[..., list[str]], dict[str, tuple[Any, ...]]]] = {
     "hopper-others": ("`hopper` against the fastest peer", compared, {
+        "one sequence of 8,192 to 131,072 tokens, heads of 128": ("h200-long", "flashtile-auto", PEERS),
         "64 and 8 heads of 128, 2k to 32k tokens": (*_HOPPER, KEEP["grouped"]),
         "head_dim 192, of v 128, 8,192 tokens": (*_HOPPER, KEEP["mla"]),
         "a window of 128 keys, head_dim 64": (*_HOPPER, KEEP["window"]),
@@ -219,6 +220,7 @@ def ratio_table(name: str) -> list[list[str]]:
 def readme_speeds() -> list[list[str]]:
     names = (
         "head_dim 64, 128 and 256, full and causal, 512 to 16,384 tokens",
+        "one sequence of 8,192 to 131,072 tokens, heads of 128",
         "64 query heads and 8 key/value heads of 128, 2,048 to 32,768 tokens",
         "head_dim 192, of v 128, 8,192 tokens",
         "a window of 128 keys, head_dim 64, 8,192 tokens",
@@ -264,14 +266,14 @@ def values() -> list[list[str]]:
 
 
 def random_shapes() -> list[list[str]]:
-    common, odd = ("sdpa-cudnn", "fa4"), ("sdpa-flash", "sdpa-cudnn", "torch-varlen")
+    common, odd = ("sdpa-cudnn", "fa4"), ("sdpa-flash", "sdpa-cudnn", "fa4", "torch-varlen")
     kinds = (
         ("heads of 64 and 128 in bfloat16, full and causal, also grouped; cuDNN, FlashAttention-4",
          "H200", "h200-random", common),
         ("the same, of another seed", "H200", "h200-random-other", common),
         ("the same as the first", "H100", "h100-random", common),
         ("heads of 32 to 256 in both 16-bit dtypes, dropout, packed, other keys; cuDNN, FlashAttention-2 and on the "
-         "H200 `varlen_attn`", "H200", "h200-random-odd", odd),
+         "H200 FlashAttention-4 and `varlen_attn`", "H200", "h200-random-odd", odd),
         ("the same", "H100", "h100-random-odd", odd),
     )  # fmt: skip
     table = [["shapes drawn at random; peers", "GPU", *COMPARED]]

@@ -5,8 +5,9 @@
 All rows of the kernels' tables, with and without masks, a soft cap, a fixed order of sums, packing, 8-bit inputs, and
 tiles that are computed once more; and what changes scores, block masks with tiles of both sizes, the largest scores,
 and sequences of one tile.
-A run without compute-sanitizer before it fills the cache of compiled kernels. Racecheck's reports are in
-decisions/hopper_backward.md.
+A run without compute-sanitizer before it fills the cache of compiled kernels. Racecheck reports two pairs, both false:
+the producer's queue, where a warp writes as a whole and one thread arrives, and the state byte of Triton's partitions,
+between two `bar.sync`.
 """
 
 from __future__ import annotations
