@@ -318,46 +318,38 @@ def test_norm_modules():
 # Losses
 
 
-def losses(logits, labels, smoothing=0.0, scale=1.0, z=0.0):
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    lse = logits.logsumexp(-1)
-    counted = labels != -100
-    of_label = logits.gather(1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
-    loss = lse - (1 - smoothing) * of_label - smoothing * logits.mean(1) + z * lse.square()
-    return loss.masked_fill(~counted, 0)
-
-
 LABELS = torch.tensor([3, 0, -100, 10, 7])
+
+
+def losses(logits, labels, **options):
+    """Losses of rows, and the part of the log-sum-exp in them."""
+    return flashtile.cross_entropy(logits, labels, reduction="none", return_z_loss=True, **options)
 
 
 @every_dtype
 @each_case("given", [False, True])
 @each_case("options", [{}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}])
 def test_losses_of_rows(options, given, device, dtype):
-    labels, scale = LABELS.to(device), options.get("logit_scale", 1.0)
-
-    def function(logits):
-        wide = logits.detach().to(torch.promote_types(dtype, torch.float32)) * scale
-        lse = wide.logsumexp(-1) if given else None
-        loss, z_loss = triton_cross_entropy.cross_entropy_loss(logits, labels, lse, **options)
-        expected = options.get("lse_square_scale", 0.0) * wide.logsumexp(-1).square() * (labels != -100)
-        assert_same(z_loss, expected)
+    logits, labels = normal(5, 11).to(device, dtype).requires_grad_(), LABELS.to(device)
+    wide = logits.detach().to(torch.promote_types(dtype, torch.float32)) * options.get("logit_scale", 1.0)
+    lse, upstream = wide.logsumexp(-1) if given else None, normal(5, seed=1).to(wide)
+    results = []
+    for loss, z_loss in (
+        triton_cross_entropy.cross_entropy_loss(logits, labels, lse, **options),
+        losses(logits, labels, **options),
+    ):
         assert not z_loss.requires_grad
-        return loss
-
-    names = ("label_smoothing", "logit_scale", "lse_square_scale")
-    values = [options.get(name, default) for name, default in zip(names, (0.0, 1.0, 0.0))]
-    check_against(function, lambda logits: losses(logits, labels, *values), [normal(5, 11)], device, dtype)
+        results.append([loss.detach(), z_loss, *torch.autograd.grad(loss, logits, upstream)])
+    assert_same(*results)
 
 
 @each_case("given", [False, True])
 @each_case("reduction", ["mean", "sum", "none"])
 def test_loss_module(reduction, given):
-    logits = normal(5, 11).float()
-    each = losses(logits, LABELS, 0.1, 1.0, 1e-2)
-    expected = {"mean": each.sum() / 4, "sum": each.sum(), "none": each}[reduction]
-    module = CrossEntropyLoss(-100, reduction, 0.1, lse_square_scale=1e-2, return_z_loss=True)
+    logits, options = normal(5, 11).float(), {"label_smoothing": 0.1, "lse_square_scale": 1e-2}
+    module = CrossEntropyLoss(-100, reduction, **options, return_z_loss=True)
     loss, z_loss = module(logits, LABELS, logits.logsumexp(-1) if given else None)
+    expected = flashtile.cross_entropy(logits, LABELS, reduction=reduction, **options)
     assert_same(loss, expected)
     assert z_loss.shape == loss.shape
     with pytest.raises(ValueError, match="reduction"):
@@ -374,7 +366,7 @@ def test_loss_gradient_in_place(given):
     kept = logits.detach()
     loss.sum().backward()
     assert_same(kept, leaf.grad)
-    expected = torch.autograd.grad(losses(leaf, LABELS).sum(), leaf)[0]
+    expected = torch.autograd.grad(losses(leaf, LABELS)[0].sum(), leaf)[0]
     assert_same(leaf.grad, expected)
 
 
@@ -388,8 +380,9 @@ def test_large_logits_with_a_given_lse():
 def test_losses_of_version_1():
     logits = normal(5, 11).float()
     assert CrossEntropyLossApex is CrossEntropyLossV1
-    assert_same(CrossEntropyLossV1(label_smoothing=0.1)(logits, LABELS), losses(logits, LABELS, 0.1).sum() / 4)
-    assert_same(CrossEntropyLossV1(reduction="none")(logits, LABELS), losses(logits, LABELS))
+    smooth = losses(logits, LABELS, label_smoothing=0.1)[0]
+    assert_same(CrossEntropyLossV1(label_smoothing=0.1)(logits, LABELS), smooth.sum() / 4)
+    assert_same(CrossEntropyLossV1(reduction="none")(logits, LABELS), losses(logits, LABELS)[0])
     with pytest.raises(ValueError, match="reduction"):
         CrossEntropyLossV1(reduction="sum")
 
@@ -406,20 +399,16 @@ def test_a_given_lse_needs_one_process():
 
 @each_case("name, level", [("gelu_approx", 0), ("relu", 1), ("sqrelu", 2), ("function", 1)])
 def test_perceptron(level, name):
-    def activation(x):
-        return F.gelu(x, approximate="tanh") if name == "gelu_approx" else x.relu() if name == "relu" else x.relu() ** 2
-
-    def function(x, w1, w2, b1, b2):
-        if name == "function":
-            return fused_dense_sqrelu_dense_function(x, w1, b1, w2, b2, level)
-        return fused_dense.fused_mlp_func(x, w1, w2, b1, b2, name, checkpoint_lvl=level)
-
-    x, weight1, weight2 = normal(2, 5, 6), normal(8, 6, seed=1), normal(4, 8, seed=2)
-    bias1, bias2 = normal(8, seed=3), normal(4, seed=4)
-    check_against(
-        function, lambda x, w1, w2, b1, b2: F.linear(activation(F.linear(x, w1, b1)), w2, b2),
-        [x, weight1, weight2, bias1, bias2], "cpu", torch.float32,
-    )  # fmt: skip
+    shapes = [(2, 5, 6), (8, 6), (8,), (4, 8), (4,)]
+    leaves = [normal(*shape, seed=seed).float().requires_grad_() for seed, shape in enumerate(shapes)]
+    x, weight1, bias1, weight2, bias2 = leaves
+    if name == "function":
+        out = fused_dense_sqrelu_dense_function(*leaves, level)
+    else:
+        out = fused_dense.fused_mlp_func(x, weight1, weight2, bias1, bias2, name, checkpoint_lvl=level)
+    activation = {"gelu_approx": "gelu_tanh", "relu": "relu"}.get(name, "squared_relu")
+    results = [out, flashtile.fused_mlp(*leaves, activation=activation)]
+    assert_same(*([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)] for out in results))
 
 
 def test_linear_modules():

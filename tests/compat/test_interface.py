@@ -53,28 +53,22 @@ def on(device: str, options: dict) -> dict:
 
 @places
 @options_and_meaning
-def test_dense(options, meaning, device, dtype):
-    options = on(device, options)
-    q, k, v = normal(2, 9, 4, 12), normal(2, 14, 2, 12, seed=1), normal(2, 14, 2, 12, seed=2)
-    check_against(
-        lambda q, k, v: flash_attn_func(q, k, v, **options),
-        lambda q, k, v: attention_by_definition(q, k, v, meaning)[0],
-        [q, k, v], device, dtype,
-    )  # fmt: skip
+@each_case("packed", [False, True])
+def test_functions(packed, options, meaning, device, dtype):
+    options, lengths_q, lengths_k = on(device, options), [5, 0, 9, 3], [7, 4, 9, 11]
+    if packed:
+        function, shapes = flash_attn_varlen_func, [(17, 4, 12), (31, 2, 12), (31, 2, 12)]
+        lengths = cumulative(lengths_q, device), cumulative(lengths_k, device), 9, 11
+    else:
+        function, shapes, lengths = flash_attn_func, [(2, 9, 4, 12), (2, 14, 2, 12), (2, 14, 2, 12)], ()
 
+    def definition(*qkv):
+        if packed:
+            return packed_by_definition(*qkv, lengths_q, lengths_k, meaning)[0]
+        return attention_by_definition(*qkv, meaning)[0]
 
-@places
-@options_and_meaning
-def test_packed(options, meaning, device, dtype):
-    options = on(device, options)
-    lengths_q, lengths_k = [5, 0, 9, 3], [7, 4, 9, 11]
-    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
-    q, k, v = normal(17, 4, 12), normal(31, 2, 12, seed=1), normal(31, 2, 12, seed=2)
-    check_against(
-        lambda q, k, v: flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 11, **options),
-        lambda q, k, v: packed_by_definition(q, k, v, lengths_q, lengths_k, meaning)[0],
-        [q, k, v], device, dtype,
-    )  # fmt: skip
+    inputs = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    check_against(lambda *qkv: function(*qkv, *lengths, **options), definition, inputs, device, dtype)
 
 
 ENDS = cumulative([5, 0, 9, 3])

@@ -162,23 +162,17 @@ MASK = torch.arange(9) < torch.tensor([[9], [4], [0]])
 
 @places
 def test_module(device, dtype):
-    module, mask = FlashAttention(softmax_scale=0.3).to(device), MASK.to(device)
-    check_against(
-        lambda qkv: module(qkv, causal=True)[0],
-        lambda qkv: attention_by_definition(*qkv.unbind(2), Meaning(scale=0.3, causal=True))[0],
-        [normal(3, 9, 3, 2, 8)], device, dtype,
-    )  # fmt: skip
-
-    def masked(qkv):
-        rows = qkv[mask]
-        out = packed_by_definition(*rows.unbind(1), [9, 4, 0], [9, 4, 0], Meaning(scale=0.3))[0]
-        return torch.zeros_like(qkv[:, :, 0]).index_put((mask,), out)
-
-    check_against(lambda qkv: module(qkv, mask)[0], masked, [normal(3, 9, 3, 2, 8)], device, dtype)
-    rows, indices, cu, longest = unpad_input(normal(3, 9, 3, 2, 8).to(device, dtype), mask)
-    packed, weights = module(rows, cu_seqlens=cu, max_s=longest)
-    padded, _ = module(normal(3, 9, 3, 2, 8).to(device, dtype), mask)
-    assert weights is None and torch.equal(pad_input(packed, indices, 3, 9), padded)
+    """FlashSelfAttention of flashtile, over the rows that a mask keeps."""
+    module, plain = FlashAttention(softmax_scale=0.3), flashtile.modules.FlashSelfAttention(softmax_scale=0.3)
+    qkv, mask = normal(3, 9, 3, 2, 8).to(device, dtype).requires_grad_(), MASK.to(device)
+    assert torch.equal(module(qkv, causal=True)[0], plain(qkv, True))
+    rows, indices, ends, longest = unpad_input(qkv, mask)
+    expected = pad_input(plain(rows, False, ends, longest), indices, 3, 9)
+    packed, weights = module(rows, cu_seqlens=ends, max_s=longest)
+    assert weights is None and torch.equal(pad_input(packed, indices, 3, 9), expected)
+    padded, _ = module(qkv, mask)
+    assert torch.equal(padded, expected)
+    assert_same(*(torch.autograd.grad(out.square().sum(), qkv, retain_graph=True) for out in (padded, expected)))
 
 
 def test_module_drops_in_training_only():
