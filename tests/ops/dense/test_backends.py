@@ -1,4 +1,4 @@
-"""The backends of the linear layers against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
+"""The backends of the linear layers against the fp64 oracle: in Triton's interpreter, and on a GPU."""
 
 from typing import Any
 
@@ -10,28 +10,17 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.ops.dense.spec import ACTIVATIONS
 from flashtile.testing import assert_close
-from support.companions.dense_cases import CASES, NARROW_CASES, MlpCase, check, make_operands, parameters, run_mlp
-from support.running.each_case import each_case
+from support.companions.dense_cases import MlpCase, check, make_operands, parameters, run_mlp
 from support.running.places import places
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _dense = torch.ops.flashtile
 
 
-@each_case("case", (CASES | NARROW_CASES).values())
-def test_the_cpu_agrees_with_the_oracle(case):
-    check(case, "cpu")
-
-
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
 def test_kernels_agree_with_the_oracle(case, backend, device):
     check(case, backend, device)
-
-
-def test_cpu_float64():
-    check(MlpCase(dtype=torch.float64, activation="gelu"), "cpu")
-    check(MlpCase(dtype=torch.float64, gated=True, level=2), "cpu")
 
 
 def check_steps(backend: str, pre: Tensor, dhidden: Tensor, activation: str, gated: bool) -> None:

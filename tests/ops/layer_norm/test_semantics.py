@@ -208,3 +208,20 @@ def test_checkpointing_draws_the_same_dropout():
     torch.manual_seed(1)
     checkpointed = torch.autograd.grad(checkpoint(call, x, use_reentrant=False).sum(), x)
     assert_same(list(checkpointed), list(plain))
+
+
+def test_a_large_mean_does_not_swallow_the_variance():
+    x = torch.randn(8, 1000) + 1e4
+    expected = torch.nn.functional.layer_norm(x.double(), (1000,))
+    assert (flashtile.layer_norm(x) - expected).abs().max() < 5e-3
+
+
+def test_narrow_statistics_are_float32():
+    # Statistics kept in bfloat16 would make the gradient wrong in its second digit.
+    x = (torch.randn(50, 512) * 3 + 5).bfloat16().requires_grad_()
+    weight = torch.ones(512, dtype=torch.bfloat16)
+    dz = torch.randn(50, 512).bfloat16()
+    (narrow,) = torch.autograd.grad(flashtile.layer_norm(x, weight), x, dz)
+    wide = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.layer_norm(wide, (512,)), wide, dz.double())
+    assert (narrow - expected).abs().max() < 2**-7 * expected.abs().max()

@@ -1,4 +1,4 @@
-"""The backends of the rotation against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
+"""The backends of the rotation against the fp64 oracle: in Triton's interpreter, and on a GPU."""
 
 from dataclasses import replace
 
@@ -8,27 +8,15 @@ import torch
 import flashtile
 from flashtile.testing import assert_same
 from support.companions.rotary_cases import COMBINED, EDGES, RotaryCase, check, parameters
-from support.running.each_case import each_case
 from support.running.places import places
 
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-
-
-@each_case("case", (COMBINED | EDGES).values())
-def test_the_cpu_agrees_with_the_oracle(case):
-    check(case, "cpu")
 
 
 @places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_kernels_agree_with_the_oracle(case, backend, device):
     check(case, backend, device)
-
-
-@each_case("dtype", [torch.bfloat16, torch.float64])
-def test_cpu_dtypes(dtype):
-    check(RotaryCase(dtype=dtype), "cpu")
-    check(RotaryCase(dtype=dtype, table_dtype=dtype, interleaved=True), "cpu")
 
 
 @pytest.mark.gpu
