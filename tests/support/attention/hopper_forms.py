@@ -52,6 +52,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "hidden_rows": {"window_right": -1},
     "top_left": {"top_left": True},
     "packed": {"sequences": 2},
+    "alike": {"sequences": 32, "longest": 128},  # packed sequences of about the same length
     "few": {"multiprocessors": 132},  # a single consumer: the GPU has more multiprocessors than the call has tiles
     "ordered": {"deterministic": True},
     "blocks": {"block_tile": (128, 128)},
@@ -136,6 +137,7 @@ FORMS = _forwards("""
     256-packed-causal 256-rows512 192x512 320 512x384 512 512-causal 512-window 512-packed-causal 64-causal-fp16
     128-packed-causal-fp16 256-fp16 512-causal-fp16 64-causal-max_scores 128-max_scores-fp16 512-max_scores
     64-causal-rows1024-few 64-packed-causal-rows1024-few 128-rows1024-few 128-window-rows1024-few
+    128-causal-alike 64-alike 256-alike-fp16
     192x128-causal-rows1024-few 192-rows1024-few 256-causal-rows1024-few 64-long_window 128-long_window
     192x128-long_window 256-long_window
 """)

@@ -87,6 +87,7 @@ class Call(NamedTuple):
 
     Attributes:
         sequences: number of sequences of a packed call (`seq_q`, `seq_k` are then totals), None for a dense one.
+        longest: queries and keys of the longest of them; None: as many as there are.
         row_stride: distance of the rows of q, where it is not contiguous.
         misalignment: the addresses of all inputs modulo 16.
         hides_rows: queries and keys of a packed call have lengths of their own.
@@ -109,6 +110,7 @@ class Call(NamedTuple):
     top_left: bool = False
     dropout_p: float = 0.0
     sequences: int | None = None
+    longest: int | None = None
     index_dtypes: tuple[torch.dtype, torch.dtype] = (torch.int32, torch.int32)
     key_lengths_dtype: torch.dtype | None = None
     has_dlse: bool = False
@@ -375,8 +377,8 @@ def aux_of(call: Call) -> AuxFacts:
     factor = TensorFacts(torch.float32, (2, call.heads), (0, 0)) if call.descales else None
     return AuxFacts(
         *lengths,
-        call.seq_q,
-        call.seq_k,
+        call.longest or call.seq_q,
+        call.longest or call.seq_k,
         key_lengths=None if call.key_lengths_dtype is None else contiguous(call.key_lengths_dtype, 2),
         dropout_seed=contiguous(torch.int64, 2) if call.dropout_p > 0 else None,
         bias=call.bias,
