@@ -19,8 +19,8 @@ help: ## list the targets
 setup: $(STAMP) ## install everything into .venv (the targets below do it by themselves, once)
 
 run: $(STAMP) ## train a small model on flashtile and on plain attention, compare them, and write a table and a PNG
-	@echo "==> flashtile demo"
-	@$(BIN)/flashtile demo
+	@echo "==> examples/demo.py"
+	@$(BIN)/python examples/demo.py
 
 # Both halves of the tests: the ordinary ones, then Triton's kernels in its interpreter, which needs a process of its own.
 # $(1): what they are called; $(2): options of both halves; $(3): of the first. Every worker reads all tests, which takes

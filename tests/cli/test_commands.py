@@ -16,6 +16,9 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 import flashtile.cli
+from demo_parts.results import Results, scaling_table, training_table
+from demo_parts.scaling import Point
+from demo_parts.training import Training, make_plan
 from flashtile.bench import commands, runner
 from flashtile.bench.cases import Case
 from flashtile.bench.companion_cases import OPERATIONS
@@ -27,12 +30,7 @@ from flashtile.cli import doctor, warmup
 from flashtile.cli.bench import progress
 from flashtile.cli.call import Call
 from flashtile.cli.console import print_table, print_text
-from flashtile.cli.demo import isolation, training
-from flashtile.cli.demo.results import Results, scaling_table, training_table
-from flashtile.cli.demo.scaling import Point
-from flashtile.cli.demo.training import Training
 from flashtile.cli.explain import describe_io, parse_window
-from flashtile.models import GPTConfig
 from flashtile.testing.kernel_checks import KernelCheck
 from support.running.command_line import invoke
 from support.running.each_case import each_case
@@ -52,7 +50,7 @@ def short(monkeypatch):
     monkeypatch.setattr(HostTimer, "CALLS", 1)
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("explain",), ("warmup",), ("bench",)], ids=str)
+@pytest.mark.parametrize("command", [(), ("doctor",), ("explain",), ("warmup",), ("bench",)], ids=str)
 def test_help(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0 and "Usage" in result.output
@@ -62,36 +60,6 @@ def test_the_help_of_explain_names_every_backend():
     said = invoke("explain", "--help").output
     line = next(line for line in said.splitlines() if "--backend" in line)
     assert all(backend in line for backend in ("auto", *doctor.backends()[0])), line
-
-
-def test_demo_runs_and_ends_with_the_place_of_its_results(tmp_path, monkeypatch):
-    tiny = replace(
-        training.make_plan(CPU, 20.0), model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,)
-    )
-    monkeypatch.setattr(training, "make_plan", lambda device, seconds: tiny)
-    monkeypatch.setattr(isolation, "_in_process", lambda function, arguments, report, _: function(*arguments, report))
-    result = invoke("demo", "--output", tmp_path / "here", "--steps", 3, "--no-pictures")
-    assert result.exit_code == 0, result.output
-    assert "The loss curves agree" in result.output
-    assert result.output.strip().splitlines()[-1].endswith(f"{tmp_path / 'here'}/")
-    assert json.loads((tmp_path / "here" / "results.json").read_text())["comparison"]["agree"]
-
-
-def test_demo_exits_with_1_when_losses_disagree(monkeypatch):
-    monkeypatch.setattr("flashtile.cli.demo.command.run_demo", lambda *arguments: False)
-    assert invoke("demo").exit_code == 1
-
-
-@pytest.mark.parametrize("seconds", ["inf", "nan", "9"])
-def test_a_demo_needs_a_time_that_ends(tmp_path, seconds):
-    result = invoke("demo", "--seconds", seconds, "--output", tmp_path / "out")
-    assert result.exit_code == 2 and "Traceback" not in result.output and not (tmp_path / "out").exists()
-
-
-def test_demo_reports_a_missing_file_without_traceback(tmp_path):
-    result = invoke("demo", tmp_path / "missing [draft].txt", "--output", tmp_path / "out")
-    assert result.exit_code == 2 and "Traceback" not in result.output
-    assert "error: there is no file" in result.output and "missing [draft].txt" in result.output
 
 
 def test_doctor_tries_each_backend(monkeypatch):
@@ -154,14 +122,14 @@ def test_a_word_wider_than_the_terminal_is_folded_and_nothing_is_cut_off():
 
 
 def tables_of_all_commands():
-    """Tables of the committed records, from every command that has tables."""
+    """Tables of the committed records, from every command that has tables, and of the demo."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         record = json.loads(path.read_text("utf-8"))
         if all(row["op"] in (*DRAWN, *OPERATIONS) and "tflops" in row for row in record["rows"]):
             yield from make_report(record, record).tables
     points = [Point(name, 131072, 12345.6, 2**34) for name in ("flashtile", "plain")]
     trainings = {name: Training([5.0, 4.0], [1.0], 123456.0, 2**34) for name in ("flashtile", "plain")}
-    results = Results(training.make_plan(CPU, 20.0), "a book", trainings, None, points, {})
+    results = Results(make_plan(CPU, 20.0), "a book", trainings, None, points, {})
     yield from (training_table(results), scaling_table(results))
     yield from doctor.tables([doctor.examine(backend) for backend in doctor.backends()[0]], [])
     call = Call(1, 8192, causal=True, dropout_p=0.1, device="sm_90")

@@ -13,7 +13,6 @@ from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.bench_app import bench
 from flashtile.cli.call import Call, Calls
 from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
-from flashtile.cli.demo import Options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,31 +37,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and stop.")
     ] = False,
 ) -> None:
-    """flashtile: exact attention in on-chip tiles. Try it, inspect it, measure it."""
-
-
-@app.command()
-@ends
-@takes(Options)
-def demo(
-    options: Options,
-    seconds: Annotated[
-        float | None,
-        typer.Option(min=10, max=86_400, help="Time for the whole run; default 85 on a CPU, 110 on a GPU."),
-    ] = None,
-) -> bool:
-    """Train a small GPT on flashtile and on plain attention, and compare losses, speed and memory.
-
-    Exits with 1 when the two loss curves disagree.
-    """
-
-    from flashtile.bench.commands import default_device
-    from flashtile.cli.demo.command import run_demo
-    from flashtile.cli.demo.training import make_plan
-
-    device = default_device()
-    plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))
-    return run_demo(options, plan, make_console())
+    """flashtile: exact attention in on-chip tiles. Inspect it, measure it."""
 
 
 @app.command()

@@ -32,7 +32,7 @@ _ANY_GPU = "a100"
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 #: A package that flashtile can do without -> what it is for, and how to get it.
 _OPTIONAL = {
-    "matplotlib": ("pictures of `demo` and `report`", how_to_install("plots")),
+    "matplotlib": ("pictures of `report` and `examples/demo.py`", how_to_install("plots")),
     "transformers": ("flashtile.integrations.transformers, `bench train`", how_to_install("transformers")),
 }
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from demo_parts.isolation import PeakMemory, Report
 from flashtile.bench.start import UserError
 from flashtile.bench.values import help_texts, sample_text
-from flashtile.cli.demo.isolation import PeakMemory, Report
 from flashtile.models import GPT, GPTConfig
 from flashtile.models.gpt import CausalAttention
 

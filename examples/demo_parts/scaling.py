@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from demo_parts.isolation import PeakMemory, PieceFailedError, Report, run_piece
+from demo_parts.training import Plan
 from flashtile.bench.base import free_memory
-from flashtile.cli.demo.isolation import PeakMemory, PieceFailedError, Report, run_piece
-from flashtile.cli.demo.training import Plan
 from flashtile.models.gpt import CausalAttention
 
 _HEAD_DIM = 64

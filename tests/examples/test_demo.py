@@ -14,15 +14,18 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
+import demo
 import flashtile
+from demo import run_demo
+from demo_parts import isolation, scaling, training
+from demo_parts.isolation import PieceFailedError, run_piece
+from demo_parts.results import Results, draw_scaling, scaling_table, training_table, verdict
+from demo_parts.scaling import Point
 from flashtile.bench.start import UserError
-from flashtile.cli.demo import Options, command, isolation, scaling, training
-from flashtile.cli.demo.command import run_demo
-from flashtile.cli.demo.isolation import PieceFailedError, run_piece
-from flashtile.cli.demo.results import Results, draw_scaling, scaling_table, training_table, verdict
-from flashtile.cli.demo.scaling import Point
 from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
 from support.distributed.processes import forking
 from support.running.each_case import each_case
@@ -84,7 +87,7 @@ def results(losses_ours=(5.0, 4.0), losses_plain=(5.0, 4.0), points=(), stopped=
 def test_demo_writes_everything_and_agrees(book, tmp_path):
     pytest.importorskip("matplotlib")
     output = tmp_path / "made" / "output"
-    assert run_demo(Options(book, output), TINY, quiet_console())
+    assert run_demo(TINY, quiet_console(), book, output)
     found = json.loads((output / "results.json").read_text())
     assert found["comparison"]["agree"] and found["text"] == "book.txt"
     losses = found["training"]["flashtile"]["losses"]
@@ -107,8 +110,8 @@ def test_a_call_that_took_no_new_memory_is_drawn(tmp_path):
 
 def test_demo_detects_a_wrong_attention(book, tmp_path, in_this_process):
     attentions = {"flashtile": not_causal, "plain": plain_attention}
-    options = Options(book, tmp_path / "output", steps=2, pictures=False)
-    assert not run_demo(options, replace(TINY, lengths=(64,)), quiet_console(), attentions)
+    plan, output = replace(TINY, lengths=(64,)), tmp_path / "output"
+    assert not run_demo(plan, quiet_console(), book, output, steps=2, pictures=False, attentions=attentions)
     assert "DISAGREE" in (tmp_path / "output" / "report.md").read_text()
 
 
@@ -164,7 +167,7 @@ def test_a_training_stops_when_its_time_is_over():
 
 def test_both_trainings_are_cut_to_the_same_steps(book, tmp_path, in_this_process):
     config = replace(TINY, max_steps=10_000, seconds=1.0, lengths=(64,))
-    assert run_demo(Options(book, tmp_path, pictures=False), config, quiet_console())
+    assert run_demo(config, quiet_console(), book, tmp_path, pictures=False)
     found = json.loads((tmp_path / "results.json").read_text())["training"]
     assert len({len(found[name]["losses"]) for name in ("flashtile", "plain")}) == 1
 
@@ -296,17 +299,17 @@ def test_a_text_that_cannot_be_used_is_explained(tmp_path):
 
 def test_output_that_is_a_file_is_explained(book):
     with pytest.raises(UserError, match="cannot make the output folder"):
-        run_demo(Options(book, book, pictures=False), TINY, quiet_console())
+        run_demo(TINY, quiet_console(), book, book, pictures=False)
 
 
 def test_an_output_folder_that_takes_no_file_is_explained_before_any_work(book, tmp_path, monkeypatch):
     def refuse(dir):
         raise PermissionError(13, "Permission denied", str(dir))
 
-    monkeypatch.setattr(command.tempfile, "TemporaryFile", refuse)
-    monkeypatch.setattr(command, "_steps_that_fit", None)
+    monkeypatch.setattr(demo.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(demo, "_steps_that_fit", None)
     with pytest.raises(UserError, match=r"cannot write into the output folder .*: Permission denied"):
-        run_demo(Options(book, tmp_path, pictures=False), TINY, quiet_console())
+        run_demo(TINY, quiet_console(), book, tmp_path, pictures=False)
 
 
 @pytest.fixture
@@ -317,7 +320,7 @@ def without_matplotlib(monkeypatch):
 def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path, without_matplotlib, in_this_process):
     output = tmp_path / "output"
     console = Console(file=StringIO(), width=80)
-    assert run_demo(Options(book, output, steps=2), replace(TINY, lengths=(64,)), console)
+    assert run_demo(replace(TINY, lengths=(64,)), console, book, output, steps=2)
     said = console.file.getvalue()
     assert 'in a checkout of flashtile, pip install ".[plots]"' in said and "memory saved" in said
     assert sorted(path.name for path in output.iterdir()) == ["report.md", "results.json"]
@@ -325,21 +328,21 @@ def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path,
 
 def test_pictures_asked_for_by_name_need_matplotlib_before_any_work(book, tmp_path, without_matplotlib):
     with pytest.raises(UserError, match="there is no file"):  # the arguments come first
-        run_demo(Options(tmp_path / "missing", tmp_path / "output", pictures=True), TINY, quiet_console())
+        run_demo(TINY, quiet_console(), tmp_path / "missing", tmp_path / "output", pictures=True)
     with pytest.raises(
         UserError, match=r'--pictures needs matplotlib: in a checkout of flashtile, pip install "\.\[plots\]"'
     ):
-        run_demo(Options(book, tmp_path / "output", pictures=True), TINY, quiet_console())
+        run_demo(TINY, quiet_console(), book, tmp_path / "output", pictures=True)
 
 
 def test_steps_fit_the_time(monkeypatch):
     trial = training.Training([5.0], [], TINY.batch * TINY.model.context * 10.0, 0)  # a tenth of a second a step
-    monkeypatch.setattr(command, "run_piece", lambda *arguments, device: trial)
-    begin = command.time.perf_counter()
+    monkeypatch.setattr(demo, "run_piece", lambda *arguments, device: trial)
+    begin = demo.time.perf_counter()
     long = replace(TINY, seconds=1000.0, max_steps=77)
-    assert command._steps_that_fit(long, SENTENCES, command.ATTENTIONS, begin) == 77
-    assert 40 <= command._steps_that_fit(replace(long, seconds=16.0), SENTENCES, command.ATTENTIONS, begin) <= 44
-    assert command._steps_that_fit(replace(long, seconds=0.1), SENTENCES, command.ATTENTIONS, begin) == 12
+    assert demo._steps_that_fit(long, SENTENCES, demo.ATTENTIONS, begin) == 77
+    assert 40 <= demo._steps_that_fit(replace(long, seconds=16.0), SENTENCES, demo.ATTENTIONS, begin) <= 44
+    assert demo._steps_that_fit(replace(long, seconds=0.1), SENTENCES, demo.ATTENTIONS, begin) == 12
 
 
 def test_a_gpu_gets_a_larger_model(monkeypatch):
@@ -347,3 +350,35 @@ def test_a_gpu_gets_a_larger_model(monkeypatch):
     large = training.make_plan(torch.device("cuda"), 110.0)
     assert large.model.width == 768 and large.model.context >= 1024 and large.autocast
     assert large.attention_dtype is torch.bfloat16
+
+
+def invoke(*arguments):
+    app = typer.Typer()
+    app.command()(demo.main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
+
+
+def test_the_command_ends_with_the_place_of_its_results(tmp_path, monkeypatch, in_this_process):
+    tiny = replace(TINY, model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,))
+    monkeypatch.setattr(demo, "make_plan", lambda device, seconds: tiny)
+    result = invoke("--output", tmp_path / "here", "--steps", 3, "--no-pictures")
+    assert result.exit_code == 0, result.output
+    assert "The loss curves agree" in result.output
+    assert result.output.strip().splitlines()[-1].endswith(f"{tmp_path / 'here'}/")
+
+
+def test_the_command_exits_with_1_when_losses_disagree(monkeypatch):
+    monkeypatch.setattr(demo, "run_demo", lambda *arguments: False)
+    assert invoke().exit_code == 1
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "9"])
+def test_the_command_needs_a_time_that_ends(tmp_path, seconds):
+    result = invoke("--seconds", seconds, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and "Traceback" not in result.output and not (tmp_path / "out").exists()
+
+
+def test_the_command_reports_a_missing_file_without_traceback(tmp_path):
+    result = invoke(tmp_path / "missing [draft].txt", "--output", tmp_path / "out")
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "error: there is no file" in result.output and "missing [draft].txt" in result.output

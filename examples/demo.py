@@ -1,4 +1,9 @@
-"""The course of a demo run."""
+"""Trains a small GPT on flashtile and on plain attention, and compares losses, speed and memory.
+
+python examples/demo.py [TEXT_FILE] [--seconds 85]
+
+Needs typer and rich, and matplotlib for the pictures; in the checkout: pip install ".[cli,plots]".
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashtile.bench.start import UserError, how_to_install, installed
-from flashtile.cli.console import print_table, print_text
-from flashtile.cli.demo import Options
-from flashtile.cli.demo.isolation import run_piece
-from flashtile.cli.demo.results import (
+from demo_parts.isolation import run_piece
+from demo_parts.results import (
     OURS,
     PLAIN,
     Results,
@@ -26,8 +30,11 @@ from flashtile.cli.demo.results import (
     verdict,
     write_results,
 )
-from flashtile.cli.demo.scaling import measure_scaling
-from flashtile.cli.demo.training import FEWEST_STEPS, Plan, Training, compare, load_text, train
+from demo_parts.scaling import measure_scaling
+from demo_parts.training import FEWEST_STEPS, Plan, Training, compare, load_text, make_plan, train
+from flashtile.bench.commands import default_device
+from flashtile.bench.start import UserError, how_to_install, installed
+from flashtile.cli.console import ends, make_console, print_table, print_text
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
 
@@ -41,15 +48,22 @@ ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plai
 
 
 def run_demo(
-    options: Options, plan: Plan, console: Console, attentions: dict[str, CausalAttention] | None = None
+    plan: Plan,
+    console: Console,
+    text_file: Path | None = None,
+    output: Path = Path("demo-output"),
+    steps: int | None = None,
+    pictures: bool | None = None,
+    attentions: dict[str, CausalAttention] | None = None,
 ) -> bool:
-    """Trains twice, measures attention alone, writes the results. Returns whether the loss curves agree. Raises
-    UserError if the text, the output folder or the installation is at fault, PieceFailedError if a training failed."""
+    """Trains twice, measures attention alone, writes the results. The options are those of `main`. Returns whether the
+    loss curves agree. Raises UserError if the text, the output folder or the installation is at fault, PieceFailedError
+    if a training failed."""
     begin = time.perf_counter()
     attentions = attentions or ATTENTIONS
-    text, text_name = load_text(options.text_file, plan.model.context)
-    _make_folder(options.output)
-    if options.pictures and not installed("matplotlib"):
+    text, text_name = load_text(text_file, plan.model.context)
+    _make_folder(output)
+    if pictures and not installed("matplotlib"):
         raise UserError(f"--pictures needs matplotlib: {how_to_install('plots')}")
     model = plan.model
     print_text(
@@ -59,12 +73,11 @@ def run_demo(
         "N×N matrices.",
     )
 
-    if options.steps is None:
+    end = math.inf
+    if steps is None:
+        end = begin + _TRAINED_SHARE * plan.seconds
         with console.status("timing a few steps of each"):
             steps = _steps_that_fit(plan, text, attentions, begin)
-    else:
-        steps = options.steps
-    end = math.inf if options.steps else begin + _TRAINED_SHARE * plan.seconds
     trainings = _train_both(console, plan, text, attentions, steps, end)
     comparison = compare(plan, trainings[OURS], trainings[PLAIN])
     with console.status("measuring attention alone") as status:
@@ -76,16 +89,16 @@ def run_demo(
             lambda *what: status.update("measuring attention alone: {} at length {}".format(*what)),
         )
     results = Results(plan, text_name, trainings, comparison, points, stopped)
-    drawn = options.pictures is not False and installed("matplotlib")
-    write_results(results, options.output, drawn)
+    drawn = pictures is not False and installed("matplotlib")
+    write_results(results, output, drawn)
 
     print_table(console, training_table(results))
     print_table(console, scaling_table(results), emphasise=1)
     print_text(console, verdict(results), "green" if comparison.agree else "bold red")
-    if options.pictures is None and not drawn:
+    if pictures is None and not drawn:
         print_text(console, f"Pictures need matplotlib: {how_to_install('plots')}", "yellow")
     kinds = "Tables and pictures" if drawn else "Tables"
-    print_text(console, f"{time.perf_counter() - begin:.0f} s in all. {kinds}: {options.output}/")
+    print_text(console, f"{time.perf_counter() - begin:.0f} s in all. {kinds}: {output}/")
     return comparison.agree
 
 
@@ -134,3 +147,34 @@ def _train(console: Console, plan: Plan, name: str, steps: int, function: Callab
             progress.update(task, completed=step + 1, loss=f"{loss:.3f}")
 
         return run_piece(function, device=plan.device, on_report=on_step)
+
+
+@ends
+def main(
+    text_file: Annotated[
+        Path | None, typer.Argument(help="Any file to learn from, text or not. Default: Python's own help texts.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables, figures and pictures.")] = Path(
+        "demo-output"
+    ),
+    steps: Annotated[int | None, typer.Option(min=2, help="Training steps; default: what time allows.")] = None,
+    pictures: Annotated[
+        bool | None,
+        typer.Option("--pictures/--no-pictures", help="Draw the PNGs; default: where matplotlib is installed."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=10, max=86_400, help="Time for the whole run; default 85 on a CPU, 110 on a GPU."),
+    ] = None,
+) -> bool:
+    """Train a small GPT on flashtile and on plain attention, and compare losses, speed and memory.
+
+    Exits with 1 when the two loss curves disagree.
+    """
+    device = default_device()
+    plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))
+    return run_demo(plan, make_console(), text_file, output, steps, pictures)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from demo_parts.scaling import Point
+from demo_parts.training import Comparison, Plan, Training
 from flashtile.bench.html.drawing import LineChart, Series, save_picture
 from flashtile.bench.record import commit, machine, versions
 from flashtile.bench.report import Table
-from flashtile.cli.demo.scaling import Point
-from flashtile.cli.demo.training import Comparison, Plan, Training
 
 OURS, PLAIN = "flashtile", "plain"
 #: Names of the attentions, as in records.

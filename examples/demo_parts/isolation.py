@@ -78,7 +78,7 @@ def _in_process(function: Callable[..., Any], arguments: tuple, on_report: Repor
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Forked from a server that has imported torch but computed nothing: quick to start, and its memory is still small.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flashtile.cli.demo.isolation"])
+    context.set_forkserver_preload(["flashtile.models"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, torch.get_num_threads(), function, arguments), daemon=True)
     process.start()
