@@ -269,11 +269,23 @@ def _embedded(svg: str, title: str, number: int) -> str:
     # In tags alone: what stands between them is read.
     text = re.sub(r"\d+\.\d{2,}(?=[^<>]*>)", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), text)
     text = re.sub(r'\s*([MLCQz])\s*(?=[-\d"])(?=[^<>]*/>)', r"\1", text)
-    for _ in range(3):  # groups of nothing, and what is left of those around them
-        text = re.sub(r"<g/>|<g></g>|<defs/>|<defs></defs>", "", text)
+    text = re.sub(r"<defs/>|<defs></defs>", "", _without_groups(text))
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
+
+
+def _without_groups(text: str) -> str:
+    """Without the groups that say nothing of what they hold."""
+    told: list[bool] = []
+
+    def tag(found: re.Match[str]) -> str:
+        if found[0].startswith("<g"):
+            told.append(found[0] != "<g>")
+            return found[0] if told[-1] else ""
+        return found[0] if told.pop() else ""
+
+    return re.sub(r"<g(?: [^>]*)?(?<!/)>|</g>", tag, text.replace("<g/>", ""))
 
 
 def shared_styles(pictures: Mapping[int, str]) -> tuple[dict[int, str], str]:
