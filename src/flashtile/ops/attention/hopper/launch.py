@@ -273,10 +273,13 @@ def plan_forward(call: Call) -> ForwardPlan:
 def _numbered_by_sequence(call: Call, block_m: int) -> bool:
     """Whether each sequence of a packed call has as many numbers of tiles as the longest, as in a dense call: where
     sequences are about equally long, those are no more than its slots, and nobody looks for a tile's sequence. One that
-    is longer than the caller said is computed too (`forward_producer.following_tile`)."""
+    is longer than the caller said is computed too (`forward_producer.following_tile`). Not where there are more rows
+    than sequences can have, because a single thread block would store what is past the last one, for each head."""
     if not call.packed or call.spec.block_shape is not None:
         return False
-    return (call.batch + 1) * -(-call.max_seqlens[0] // block_m) <= call.tiles(call.rows_q, block_m)
+    longest = call.max_seqlens[0]
+    fits = call.rows_q <= call.batch * longest
+    return fits and (call.batch + 1) * -(-longest // block_m) <= call.tiles(call.rows_q, block_m)
 
 
 def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
