@@ -1407,18 +1407,34 @@ def test_every_forward_of_float32_fits_on_chip():
         assert cut.places >= 6
 
 
-@pytest.mark.parametrize("form", _FLOAT32_BACKWARD)
+def _is_wide_float32(form: str) -> bool:
+    call = FLOAT32_BACKWARD_FORMS[form]
+    return is_wide_float32(call.head_dim, call.head_dim_v)
+
+
+# The first case of each test compiles in every run, so kernels of their own have tests of their own.
+
+
+@pytest.mark.parametrize("form", [form for form in _FLOAT32_BACKWARD if not _is_wide_float32(form)])
 def test_machine_code_of_the_backward_of_float32(form):
+    _check_float32_backward(form)
+
+
+@pytest.mark.parametrize("form", [*filter(_is_wide_float32, _FLOAT32_BACKWARD)])
+def test_machine_code_of_the_backward_of_float32_with_wide_heads(form):
+    _check_float32_backward(form)
+
+
+def _check_float32_backward(form: str) -> None:
     call = FLOAT32_BACKWARD_FORMS[form]
     sources = apart_backward_sources(call)
-    wide = is_wide_float32(call.head_dim, call.head_dim_v)
     of_values, of_scores = separate_cut(call.head_dim, call.head_dim_v, call.dtype).memory
     assert max(of_values, of_scores) <= _LIMIT
     for kernel in _FLOAT32_BACKWARD[form]:
         if kernel == "parts":
             check_code(sources[kernel], "sm_90", check_fit, 1024)
         else:
-            limits = _Limits(of_values if kernel == "dv" else of_scores, _SPILLS_OF_FLOAT32[wide])
+            limits = _Limits(of_values if kernel == "dv" else of_scores, _SPILLS_OF_FLOAT32[_is_wide_float32(form)])
             check_code(sources[kernel], "sm_90", _check_wide_backward, limits)
 
 
