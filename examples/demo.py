@@ -50,8 +50,8 @@ ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plai
 def run_demo(
     plan: Plan,
     console: Console,
-    text_file: Path | None = None,
-    output: Path = Path("demo-output"),
+    text_file: Path | None,
+    output: Path,
     steps: int | None = None,
     pictures: bool | None = None,
     attentions: dict[str, CausalAttention] | None = None,

@@ -23,9 +23,15 @@ MIDDLE_CAUSAL, _FULL_WIDE, _ODD = 640, 160, 320
 
 
 def query_tiles(call: Call, queries: int) -> int:
-    """Tiles of so many queries in all heads; of a packed call no more than if all sequences were as long as one."""
+    """Tiles of so many queries in all heads; of a packed call no more than if all sequences were as long as the
+    longest."""
     tiles = call.tiles(call.rows_q, queries)
-    return call.lines * (min(tiles, call.batch * -(-call.max_seqlens[0] // queries)) if call.packed else tiles)
+    return call.lines * (min(tiles, call.batch * tiles_of_longest(call, queries)) if call.packed else tiles)
+
+
+def tiles_of_longest(call: Call, queries: int) -> int:
+    """Tiles of so many queries in the longest sequence."""
+    return -(-call.max_seqlens[0] // queries)
 
 
 def gives_at_most(call: Call, most: int) -> bool:

@@ -42,10 +42,11 @@ from flashtile.ops.attention.hopper.schedule import (
     LocatedTile,
     closing_lines,
     finish_numbers,
-    locate_in_sequence,
     locate_tile,
     longest_line_first,
     next_number,
+    other_rows_of,
+    sequence_rows,
     tile_in_order,
 )
 
@@ -174,16 +175,17 @@ def produce_tile(number, beyond, tiles_published, key_tiles, producer):
         line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0 and not config.PACKED:
         tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
+    of_line = tile
     if config.BY_SEQUENCE:
-        at = locate_in_sequence(
-            tile + beyond, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads,
-            problem.rows_q, other_rows=problem.rows_k, ROWS=ROWS,
-        )  # fmt: skip
-    else:
-        at = locate_tile(
-            tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads, problem.rows_q,
-            other_rows=problem.rows_k, ROWS=ROWS, PACKED=config.PACKED,
-        )  # fmt: skip
+        of_line += beyond
+    at = locate_tile(
+        of_line, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads, problem.rows_q,
+        other_rows=problem.rows_k, ROWS=ROWS, PACKED=SLOTS,
+    )  # fmt: skip
+    if config.BY_SEQUENCE:  # a line as of a dense call; the last ones are the rows past `cu_seqlens[batch]`
+        begin, length = sequence_rows(problem.side.cu_seqlens_q, at.sequence, problem.batch, problem.rows_q)
+        others = other_rows_of(at.sequence, problem.side.cu_seqlens_k, problem.batch, problem.rows_k)
+        at = LocatedTile(at.sequence, at.head, at.first, begin, length, *others)
     place = KeyPlace(at.other_begin, at.other_begin)
     if config.CACHED:
         at, place = locate_in_cache(at, problem.cache, problem.cache_numbers, problem.batch, config.PACKED)

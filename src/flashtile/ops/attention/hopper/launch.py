@@ -51,6 +51,7 @@ from flashtile.ops.attention.hopper.configs import (
     value_parts,
 )
 from flashtile.ops.attention.hopper.convert import Operand, convert_kernel, split_operands
+from flashtile.ops.attention.hopper.few_tiles import tiles_of_longest
 from flashtile.ops.attention.hopper.float32_backward import attention_float32_dk_dq_kernel, attention_float32_dv_kernel
 from flashtile.ops.attention.hopper.float32_forward import float32_forward_kernels
 from flashtile.ops.attention.hopper.float32_wide_backward import (
@@ -244,7 +245,7 @@ def plan_forward(call: Call) -> ForwardPlan:
     tiles, sizes = call.tiles(call.whole_sizes[0], config.block_m), (call.rows_q, call.rows_k)
     even, by_sequence = not call.bounded, _numbered_by_sequence(call, config.block_m)
     if by_sequence:
-        tiles, lines = -(-call.max_seqlens[0] // config.block_m), lines * (call.batch + 1)
+        tiles, lines = tiles_of_longest(call, config.block_m), lines * (call.batch + 1)
         if tuple(call.batch * longest for longest in call.max_seqlens) == sizes:
             even, sizes = call.aux.key_lengths is None, call.max_seqlens
     check_programs("q", tiles * lines)
@@ -277,9 +278,8 @@ def _numbered_by_sequence(call: Call, block_m: int) -> bool:
     than sequences can have, because a single thread block would store what is past the last one, for each head."""
     if not call.packed or call.spec.block_shape is not None:
         return False
-    longest = call.max_seqlens[0]
-    fits = call.rows_q <= call.batch * longest
-    return fits and (call.batch + 1) * -(-longest // block_m) <= call.tiles(call.rows_q, block_m)
+    fits = call.rows_q <= call.batch * call.max_seqlens[0]
+    return fits and (call.batch + 1) * tiles_of_longest(call, block_m) <= call.tiles(call.rows_q, block_m)
 
 
 def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:

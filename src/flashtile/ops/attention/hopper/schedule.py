@@ -102,6 +102,13 @@ def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
     return begin, end - begin
 
 
+@gluon.jit
+def other_rows_of(sequence, other_cu_seqlens_ptr, batch, total):
+    """The same in the tensor that tiles do not divide, where sequence `batch` has no rows."""
+    begin, length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, total)
+    return begin, gl.where(sequence < batch, length, 0)
+
+
 class LocatedTile(NamedTuple):
     """A tile's sequence, head and first row in it (at or past the length: an empty slot), and where the sequence lies
     in the tensor that the tiles divide and in the other one."""
@@ -126,8 +133,7 @@ def locate_tile(
         head = line
         begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
         first = (tile - begin // ROWS - sequence) * ROWS
-        other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
-        other_length = gl.where(sequence < batch, other_length, 0)
+        other_begin, other_length = other_rows_of(sequence, other_cu_seqlens_ptr, batch, other_rows)
     else:
         sequence = line // heads
         head = line % heads
@@ -137,19 +143,6 @@ def locate_tile(
         other_begin = 0
         other_length = other_rows
     return LocatedTile(sequence, head, first, begin, length, other_begin, other_length)
-
-
-@gluon.jit
-def locate_in_sequence(
-    tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows, ROWS: gl.constexpr
-):  # fmt: skip
-    """The place of tile number `tile` of a sequence and head of a packed call, which are a line as in a dense call. The
-    last lines are the rows past `cu_seqlens[batch]`, as in `find_sequence`."""
-    sequence = line // heads
-    begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
-    other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
-    other_length = gl.where(sequence < batch, other_length, 0)
-    return LocatedTile(sequence, line % heads, tile * ROWS, begin, length, other_begin, other_length)
 
 
 class SequenceOrder(NamedTuple):
